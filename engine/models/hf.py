@@ -20,6 +20,7 @@ from transformers import (
     Qwen3OmniMoeConfig,
     Qwen3OmniMoeForConditionalGeneration,
     WhisperFeatureExtractor,
+    vision_utils,
 )
 from transformers import modeling_rope_utils as rope_utils
 from transformers.audio_utils import mel_filter_bank
@@ -79,9 +80,30 @@ def use_eager_experts(model: OmniModel) -> None:
     model.set_experts_implementation("eager")
 
 
-def encode_vision(tower: nn.Module, patches: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
+def vision_layout(tower: Any, grid_thw: Tensor, device: torch.device) -> dict[str, Tensor]:
+    """What the vision encoder derives from `grid_thw` (on the CPU) alone; pass it to `encode_vision`.
+
+    Left to itself the encoder makes it again in every call, and on a GPU copies parts of it back to the CPU.
+    """
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        grid_thw,
+        num_grid_per_side=tower.num_grid_per_side,
+        mode=tower.interpolation_mode,
+        align_corners=tower.interpolation_align_corners,
+        spatial_merge_size=tower.spatial_merge_size,
+    )
+    position_ids = vision_utils.get_vision_position_ids(grid_thw, tower.spatial_merge_size)
+    return {
+        "interp_indices": indices.to(device),
+        "interp_weights": weights.to(device),
+        "position_ids": position_ids.to(device),
+        "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid_thw),  # on the CPU: the encoder wants it as a list
+    }
+
+
+def encode_vision(tower: nn.Module, patches: Tensor, grid_thw: Tensor, **layout: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Run the vision encoder on `patches` [N, C*T*P*P] and return tokens [N/4, D] and deepstack features."""
-    out = tower(patches, grid_thw=grid_thw)
+    out = tower(patches, grid_thw=grid_thw, **layout)
     return out.pooler_output, list(out.deepstack_features)
 
 
@@ -166,7 +188,7 @@ def stock_features(samples: NDArray[np.float32], preprocessor: dict[str, Any]) -
     out = extractor(
         samples,
         sampling_rate=extractor.sampling_rate,
-        padding=True,
+        padding="longest",
         truncation=False,
         return_attention_mask=True,
         return_tensors="pt",

@@ -1,0 +1,1 @@
+"""Keys and values of past tokens: where they are kept and how they are cut."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
+from engine.bundled import BUNDLED, has_trained_model
 from engine.checkpoint import CheckpointError, check_checkpoint, find_checkpoint
 
 MIN_PYTHON: Final = (3, 11)
@@ -68,6 +69,10 @@ def _checks(model: str | None) -> Iterator[Check]:
     yield _cameras()
     if model is not None:
         yield from _model(model)
+    elif has_trained_model():
+        yield from _model(str(BUNDLED))
+    else:
+        yield Check("model", True, "none comes with this build; an untrained stand-in is built at first start")
 
 
 def _python() -> Check:

@@ -17,8 +17,8 @@ import psutil
 import torch
 
 from engine.checkpoint import CheckpointError, CheckpointInfo, Problem, check_checkpoint, read_document
+from engine.layout import CHAT_TEMPLATE
 from engine.models.hf import OmniModel, load_pretrained, load_tokenizer, use_eager_experts
-from engine.tiny import CHAT_TEMPLATE
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from engine.layout import CHAT_TEMPLATE
 from engine.models.hf import OmniConfig, OmniModel
 
 SPECIAL_TOKENS: Final = (
@@ -22,17 +23,6 @@ SPECIAL_TOKENS: Final = (
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
     "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>",
 )  # fmt: skip
-
-CHAT_TEMPLATE: Final = (
-    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
-    "{%- if message.content is string %}{{- message.content }}{%- else %}{%- for part in message.content %}"
-    "{%- if part.type == 'audio' %}{{- '<|audio_start|><|audio_pad|><|audio_end|>' }}"
-    "{%- elif part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
-    "{%- elif part.type == 'video' %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}"
-    "{%- elif part.type == 'text' %}{{- part.text }}{%- endif %}{%- endfor %}{%- endif %}"
-    "{{- '<|im_end|>\\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
 
 # A small English vocabulary: enough that text survives a round trip and the roles are single tokens.
 CORPUS: Final = (

@@ -1,0 +1,1 @@
+"""The application: for now a command line around the engine."""

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-torch.set_num_threads(2)
+# One thread: with two, another busy process makes every small parallel region wait for its time slice.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from engine import loader
 from engine.checkpoint import CheckpointError
+from engine.layout import CHAT_TEMPLATE
 from engine.loader import CudaProbe, DeviceError, choose_device, load_model, probe_cuda
-from engine.tiny import CHAT_TEMPLATE, build_tiny_checkpoint
+from engine.tiny import build_tiny_checkpoint
 
 
 def ignore(share: float, doing: str) -> None: ...

@@ -1,6 +1,7 @@
 """Parley's command line: what to do is read here, how is in the module of each command."""
 
 import argparse
+import math
 import signal
 import sys
 from collections.abc import Sequence
@@ -38,7 +39,8 @@ class _Append(argparse.Action):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in `arguments` (those of the process) and return the exit code."""
     # A reader that closes the pipe early (`parley talk | head`) ends the program instead of raising.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if hasattr(signal, "SIGPIPE"):  # Windows has none
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -170,16 +172,18 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is too small: it must be at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count: give a whole number from 1 up")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a time: give seconds above 0")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: give seconds above 0")
     return value
 
 

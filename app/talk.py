@@ -68,6 +68,8 @@ def script(given: Sequence[tuple[str, Any]]) -> list[ScriptTurn]:
             case "text":
                 if not value.strip():
                     raise ValueError("--text is empty: type something")
+                if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
+                    raise ValueError("--text is not UTF-8: check the terminal's encoding")
                 builder.say(ScriptTurn(text=value))
     return builder.finish()
 
@@ -84,7 +86,8 @@ class _ScriptBuilder:
         self._camera = None
 
     def show(self, camera: Path) -> None:
-        if self._camera is None and self._turns and self._turns[-1].camera is None:
+        last = self._turns[-1] if self._turns else None
+        if self._camera is None and last and last.camera is None and last.interrupts_after_s is None:
             self._turns[-1] = replace(self._turns[-1], camera=camera)
             return
         self.finish()

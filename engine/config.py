@@ -5,6 +5,7 @@ from enum import Enum
 from pathlib import Path
 
 WINDOWS_MS = (1000, 2000, 4000, 8000)
+MAX_FPS = 30
 
 DEFAULT_PROMPT = "You are Parley, a friendly voice assistant. You hear and see the user. Answer briefly and naturally."
 
@@ -41,6 +42,8 @@ class SpeechConfig:
     max_ahead_ms: int = 1000  # speech made but not yet played
 
     def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; it must be from 0 to 2**63 - 1")
         for name in ("max_text_tokens", "max_frames", "decode_frames", "max_ahead_ms"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -64,8 +67,8 @@ class InputConfig:
     def __post_init__(self) -> None:
         if self.window_ms is not None and self.window_ms not in WINDOWS_MS:
             raise ValueError(f"window_ms is {self.window_ms}; choose one of {', '.join(map(str, WINDOWS_MS))}")
-        if self.video_fps <= 0:
-            raise ValueError(f"video_fps is {self.video_fps}; it must be above 0")
+        if not 0 < self.video_fps <= MAX_FPS:
+            raise ValueError(f"video_fps is {self.video_fps}; it must be above 0 and at most {MAX_FPS}")
         for name in ("provisional_chunks", "stride_chunks", "prefill_rows", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

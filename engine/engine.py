@@ -1,7 +1,6 @@
 """The engine thread and the only door to it."""
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -100,8 +99,9 @@ class Engine:
         from engine.metrics import Metrics
         from engine.pipeline import Pipeline
         from engine.stages import build_stages
+        from engine.threads import use_threads
 
-        self._use_threads(self._config.threads)
+        use_threads(self._config.threads)
         stages = build_stages(outcome, self._config, Metrics())
         clock = time.perf_counter if self._config.is_realtime else None
         speech = self._config.speech
@@ -133,12 +133,6 @@ class Engine:
             for outcome in self._loaded.drain():
                 return outcome
         raise Stopped
-
-    @staticmethod
-    def _use_threads(asked: int | None) -> None:
-        import torch
-
-        torch.set_num_threads(asked or max(1, (os.cpu_count() or 2) - 1))
 
     def _step_until_stopped(self, pipeline: "Pipeline") -> None:
         """Step every 80 ms in real time, or without a pause where nobody listens; rest when nothing is left."""

@@ -36,17 +36,24 @@ Run = AudioRun | GridRun
 
 
 def order(
-    cursor: Cursor, num_audio: int, num_grids: int, step: float, *, is_complete: bool
+    cursor: Cursor,
+    num_audio: int,
+    num_grids: int,
+    seconds_per_grid: float,
+    positions_per_second: float,
+    *,
+    is_complete: bool,
 ) -> tuple[Sequence[Run], Cursor]:
     """Return the runs that can follow `cursor`, given what has arrived, and where they end.
 
-    Grid k stands at `k * step` positions, audio token a at a. While the streams are open, an audio token waits for a
+    Grid k stands at `k * seconds_per_grid * positions_per_second`, rounded as the processor rounds it, audio token a
+    at a. While the streams are open, an audio token waits for a
     grid that belongs before it; `is_complete` says that nothing more will come.
     """
     runs: list[Run] = []
     audio, grid = cursor.num_audio, cursor.num_grids
     while True:
-        grid_position = grid * step
+        grid_position = grid * seconds_per_grid * positions_per_second
         if grid < num_grids and (grid_position <= audio or (is_complete and audio >= num_audio)):
             runs.append(GridRun(grid))
             grid += 1

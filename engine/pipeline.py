@@ -178,5 +178,6 @@ class Pipeline:
             for name, t in self._stages.metrics.stages().items()
         )
         counters = self._stages.metrics.counters | {f"host_copies_{name}": n for name, n in copies().items()}
+        counters["speaker_underrun_samples"] = self._speaker.num_underrun_samples
         rtf = self._busy_s / self._spoken_s if self._spoken_s else None
         return events.Summary(stages, tuple(sorted(counters.items())), rtf)

@@ -122,6 +122,7 @@ class Speaking:
         match part:
             case None:
                 self._is_made = True
+                self._speaker.end()
             case TextToken(token_id):
                 self._take_text(token_id, now)
             case Sound():

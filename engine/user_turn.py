@@ -216,7 +216,14 @@ class UserTurn:
             self.media.pixels.append(features.pixels)
 
     def _append_runs(self, features: list[Tensor], num_audio: int, *, is_complete: bool) -> Cursor:
-        runs, cursor = order(self._cursor, num_audio, len(self._grids), self._grid_step, is_complete=is_complete)
+        runs, cursor = order(
+            self._cursor,
+            num_audio,
+            len(self._grids),
+            self._stages.seconds_per_grid,
+            self._stages.positions_per_second,
+            is_complete=is_complete,
+        )
         audio = torch.cat(features) if features else None
         num_rows = self._rows_at(self._cursor)
         for run in runs:
@@ -263,10 +270,6 @@ class UserTurn:
     def _rows_at(self, cursor: Cursor) -> int:
         tokens_per_grid = self._grid(0).num_tokens if self._grids else 0
         return cursor.num_audio + cursor.num_grids * tokens_per_grid
-
-    @property
-    def _grid_step(self) -> float:
-        return grid_time(1, self._stages.seconds_per_grid, self._stages.positions_per_second)
 
     def _grid(self, index: int) -> Grid:
         merge = self._stages.spatial_merge

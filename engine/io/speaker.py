@@ -37,8 +37,17 @@ class Speaker(Protocol):
         """Samples of this reply that were played."""
         ...
 
+    def end(self) -> None:
+        """All of this reply was written."""
+        ...
+
     def cut(self) -> int:
         """Drop what is queued and return how many samples that was."""
+        ...
+
+    @property
+    def num_underrun_samples(self) -> int:
+        """Samples by which sound came too late, so far."""
         ...
 
     def close(self) -> None:
@@ -59,7 +68,8 @@ class FileSpeaker:
         self._file = None if path is None else _open_wav(path)
         self._began_s: float | None = None
         self._heard = 0
-        self.num_underrun_samples = 0
+        self._is_fed = False
+        self._num_underrun_samples = 0
 
     def __enter__(self) -> Self:
         return self
@@ -80,6 +90,7 @@ class FileSpeaker:
         self._play()
         if self._began_s is None and self._clock is not None:
             self._began_s = self._clock()
+        self._is_fed = True
         written = self._ring.write(samples)
         assert written == len(samples), f"{len(samples)} samples written, {written} fit: plan by `room`"
         self._play()
@@ -101,10 +112,22 @@ class FileSpeaker:
         self._play()
         return self._heard
 
+    def end(self) -> None:
+        """All of this reply was written: silence after it is no underrun."""
+        self._is_fed = False
+
     def cut(self) -> int:
         """Drop what is queued and return how many samples that was."""
         self._play()
-        return self._ring.cut()
+        self._is_fed = False
+        dropped = self._ring.cut()
+        self._ring.read_into(self._block[:0])  # the reader passes the cut, so that its room is free again
+        return dropped
+
+    @property
+    def num_underrun_samples(self) -> int:
+        """Samples by which sound came too late, so far."""
+        return self._num_underrun_samples
 
     def close(self) -> None:
         """Finish the file."""
@@ -121,7 +144,7 @@ class FileSpeaker:
             self._take(min(due, self._ring.backlog))
             if missing > 0:  # the speaker ran dry: what comes next is late by that much
                 self._began_s += missing / SPEAKER_RATE_HZ
-                self.num_underrun_samples += missing
+                self._num_underrun_samples += missing * self._is_fed
 
     def _take(self, num_samples: int) -> None:
         if num_samples <= 0:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kvcache.store import KVStore
-from engine.models.host_step import HostStepper, runs_on_host
+from engine.models import host_step
 from engine.models.layers import GatedMlp, MoeMlp, Rotary, attend, attend_masked, fuse, rms_norm, rotate
 
 
@@ -85,8 +85,8 @@ class Decoder:
         sections = getattr(module.rotary_emb, "mrope_section", None)
         self._rotary = Rotary(module.rotary_emb.inv_freq.to(self.device), sections, rotary_dtype)
         self._tapped_layer = tapped_layer
-        on_host = runs_on_host(self.dtype, self.device)
-        self._host = HostStepper(self._layers, self._norm, self._eps) if on_host else None
+        on_host = host_step.runs_on_host(self.dtype, self.device)
+        self.host = host_step.HostStepper(self._layers, self._norm, self._eps) if on_host else None
 
     def new_store(self, capacity: int = 256) -> KVStore:
         """An empty store of this decoder's shape."""
@@ -131,13 +131,11 @@ class Decoder:
 
     def step(self, x: Tensor, positions: Tensor, store: KVStore) -> Tensor:
         """Append one token [1, H] and return its normed hidden state [1, H]: `forward` at the lowest cost."""
-        return self.step_turned(x, self._rotary(positions), store)
-
-    def step_turned(self, x: Tensor, rotary: tuple[Tensor, Tensor], store: KVStore) -> Tensor:
-        """`step` with the rotary angles already known."""
-        if self._host is not None:
-            return self._host.step(x, *rotary, store)
-        return self.forward_turned(x, rotary, store).hidden
+        if self.host is None:
+            return self.forward(x, positions, store).hidden
+        out = torch.empty_like(x)
+        self.host.step(x[0].numpy(), self.host.turns(*self._rotary(positions)), store, out[0].numpy())
+        return out
 
     def step_static(self, x: Tensor, positions: Tensor, index: Tensor, store: KVStore) -> Tensor:
         """One token [1, H] written at row `index` [1] of `store`, without any number known to the host.

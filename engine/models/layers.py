@@ -86,17 +86,14 @@ class MoeMlp:
         shared = getattr(module, "shared_expert", None)
         self._shared = None if shared is None else GatedMlp(shared)
         self._shared_gate = None if shared is None else module.shared_expert_gate.weight
-        self._on_host = self._router.device.type == "cpu"
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply to `x` [n, H]."""
         weights, chosen = self._route(x)
         if x.shape[0] > 1:
             out: Tensor = self._experts(x, chosen, weights)
-        elif self._on_host:
-            out = self._one_token_host(x, weights, chosen)
         else:
-            out = self._one_token_device(x, weights, chosen)
+            out = self._one_token(x, weights, chosen)
         if self._shared is not None and self._shared_gate is not None:
             out = out + torch.sigmoid(F.linear(x, self._shared_gate)) * self._shared(x)
         return out
@@ -114,19 +111,7 @@ class MoeMlp:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights.to(x.dtype), chosen
 
-    def _one_token_host(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Loop over the chosen experts in index order: views of the weights, nothing gathered."""
-        order = sorted(zip(chosen[0].tolist(), range(self._top_k), strict=True))
-        gate_up, down = self._experts.gate_up_proj, self._experts.down_proj
-        out: Tensor | None = None
-        for expert, rank in order:
-            gate, up = F.linear(x, gate_up[expert]).chunk(2, dim=-1)
-            part = F.linear(F.silu(gate) * up, down[expert]) * weights[:, rank : rank + 1]
-            out = part if out is None else out + part
-        assert out is not None, f"top_k is {self._top_k}"
-        return out
-
-    def _one_token_device(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def _one_token(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Gather the chosen experts on the device: no host round trip, and the form a graph can capture."""
         index, rank = torch.sort(chosen[0])
         gate_up, down = self._experts.gate_up_proj[index], self._experts.down_proj[index]  # [k, 2I, H], [k, H, I]
@@ -150,7 +135,7 @@ def fuse(linears: list[Any]) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=4)  # one can be tens of megabytes
 def _causal(num_past: int, num_new: int, groups: int, device: torch.device) -> Tensor:
     rows = torch.arange(num_past, num_past + num_new, device=device)
     return (torch.arange(num_past + num_new, device=device) <= rows[:, None]).repeat(groups, 1)

@@ -64,14 +64,14 @@ def test_every_option_is_explained(command):
     [
         (["sing"], "'sing'"),
         (["talk", "--volume", "3"], "--volume"),
-        (["talk", "--threads", "0"], "0 is too small: it must be at least 1"),
-        (["talk", "--threads", "-2"], "-2 is too small"),
+        (["talk", "--threads", "0"], "'0' is not a count"),
+        (["talk", "--threads", "-2"], "'-2' is not a count"),
         (["talk", "--threads", "many"], "'many'"),
         (["talk", "--max-tokens", "0"], "--max-tokens"),
         (["talk", "--max-frames", "1.5"], "'1.5'"),
-        (["talk", "--interrupt-after", "0"], "0 is not a time: give seconds above 0"),
-        (["talk", "--interrupt-after", "-1"], "-1 is not a time"),
-        (["talk", "--interrupt-after", "nan"], "nan is not a time"),
+        (["talk", "--interrupt-after", "0"], "'0' is not a time: give seconds above 0"),
+        (["talk", "--interrupt-after", "-1"], "'-1' is not a time"),
+        (["talk", "--interrupt-after", "nan"], "'nan' is not a time"),
         (["talk", "--interrupt-after", "soon"], "'soon'"),
         (["talk", "--device", "tpu"], "'tpu'"),
         (["talk", "--dtype", "int8"], "'int8'"),
@@ -82,7 +82,7 @@ def test_every_option_is_explained(command):
         (["talk", "--text", "hi", "--fps", "-2"], "video_fps is -2.0"),
         (["demo", "--fps", "0"], "video_fps is 0.0"),
         (["bench", "--against", "everything"], "'everything'"),
-        (["bench", "--seconds", "0"], "0 is not a time"),
+        (["bench", "--seconds", "0"], "'0' is not a time"),
         (["talk", "--text", " "], "--text is empty"),
         (["talk", "--interrupt-after", "1", "--text", "hi"], "--interrupt-after stands before any message"),
         (["talk"], "nothing to say"),
@@ -171,4 +171,4 @@ def test_the_module_runs_as_a_program():
         check=False,
     )
     assert done.returncode == 2
-    assert "0 is too small" in done.stderr
+    assert "'0' is not a count" in done.stderr

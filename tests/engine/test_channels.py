@@ -112,6 +112,23 @@ def test_what_is_cut_gives_its_room_back_once_the_reader_has_passed_it():
     assert read(ring, 10)[0].tolist() == list(range(10, 20))
 
 
+def test_samples_are_seen_only_once_they_are_copied():
+    ring, seen = AudioRing(10), []
+
+    class Watched(np.ndarray):
+        def __setitem__(self, key, value):
+            seen.append(ring.backlog)
+            super().__setitem__(key, value)
+            seen.append(ring.backlog)
+
+    ring._samples = ring._samples.view(Watched)
+    ring.write(ramp(0, 7))
+    read(ring, 7)
+    ring.write(ramp(7, 8))  # in two pieces, across the wrap
+    assert set(seen) == {0}
+    assert ring.backlog == 8
+
+
 @pytest.mark.usefixtures("_switching_often")
 def test_a_ring_loses_nothing_between_two_threads():
     ring, block, heard = AudioRing(97), 61, []

@@ -97,8 +97,8 @@ class Prompt:
         num_audio = audio_token_count(num_mel_frames)
         self.text(VISION_START, AUDIO_START)
         self.timeline.open_segment(Role.USER, Modality.AUDIO_VIDEO)
-        step, span = self.seconds_per_grid * PER_SECOND, 0.0
-        for run in order(Cursor(), num_audio, num_grids, step, is_complete=True)[0]:
+        span = 0.0
+        for run in order(Cursor(), num_audio, num_grids, self.seconds_per_grid, PER_SECOND, is_complete=True)[0]:
             match run:
                 case AudioRun(start, end):
                     self.timeline.append([AUDIO] * (end - start), linear(end - start, start))

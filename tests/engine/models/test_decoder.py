@@ -273,25 +273,26 @@ def test_experts_one_row_at_a_time_equal_the_stock_block(stock, wrapped, stack):
         expected = (out[0] if isinstance(out, tuple) else out)[0]
         assert_close(mlp(rows), expected)
         assert_close(torch.cat([mlp(row[None]) for row in rows]), expected)
-        weights, chosen = mlp._route(rows)
-        assert len(chosen.unique()) > 4  # several experts had work
-        for index in range(len(rows)):
-            route = weights[index : index + 1], chosen[index : index + 1]
-            on_device = mlp._one_token_device(rows[index : index + 1], *route)
-            assert_close(on_device, mlp._one_token_host(rows[index : index + 1], *route))
+        assert len(mlp._route(rows)[1].unique()) > 4  # several experts had work
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_the_device_path_of_the_experts_gives_the_same_reply(stock, wrapped, stack, monkeypatch):
-    """The path that a GPU takes, run here: the whole stack, decoding row by row."""
+def test_a_token_stepped_on_the_host_is_one_prefilled(stock, wrapped, stack):
+    """`step` in numpy against the stock module; norms are float32 on both sides, so they agree to its rounding."""
     module = STACKS[stack](stock)
-    given = prompt(module.config.hidden_size)
     decoder = Decoder(STACKS[stack](wrapped))
-    for layer in decoder._layers:
-        if isinstance(layer.mlp, MoeMlp):
-            monkeypatch.setattr(layer.mlp, "_on_host", False)
-    hidden, _ = feed(decoder, decoder.new_store(), given, pieces(0, NUM_ROWS, 1))
-    assert_close(hidden, one_shot(module, given).last_hidden_state[0])
+    assert decoder.host is not None
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.randn(30, module.config.hidden_size, generator=generator).double()
+    positions = torch.arange(30.0).expand(3, -1)
+    reference, store = decoder.new_store(), decoder.new_store()
+    with torch.no_grad():
+        expected = decoder.forward(rows, positions, reference).hidden
+        decoder.forward(rows[:5], positions[:, :5], store)
+        stepped = [decoder.step(rows[i : i + 1], positions[:, i : i + 1], store) for i in range(5, 30)]
+    assert store.length == 30
+    assert (torch.cat(stepped) - expected[5:]).abs().max() < 1e-5
+    assert (store.rows[..., :30, :] - reference.rows[..., :30, :]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

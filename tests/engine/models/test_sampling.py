@@ -9,6 +9,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from engine.models import host_step
 from engine.models.sampling import NOT_FINITE, Sampler, SamplingParams
 
 VOCABULARY = 50
@@ -79,13 +80,14 @@ def test_greedy_leaves_the_warpers_out():
 
 @pytest.mark.parametrize("penalty", [0.8, 1.0, 1.05, 1.5, 5.0])
 @pytest.mark.parametrize("suppressed", [(), (3,), (0, 7, 49)])
-def test_a_greedy_reply_equals_the_one_of_the_stock_processors(penalty, suppressed):
+@pytest.mark.parametrize("level", [-20.0, 0.0, 20.0])  # the penalty has two cases: below and above 0
+def test_a_greedy_reply_equals_the_one_of_the_stock_processors(penalty, suppressed, level):
     params = SamplingParams(do_sample=False, repetition_penalty=penalty, suppressed=suppressed)
     choose, seen = sampler(params), [1, 2, 2]
     choose.reset(seen)
     for step in range(40):
         # Few distinct values: the penalty decides, so that forgetting it shows.
-        logits = random_logits(step % 3) + 0.1 * random_logits(step)
+        logits = level + random_logits(step % 3) + 0.1 * random_logits(step)
         token = int(choose(logits))
         assert token == int(stock_scores(params, seen, logits).argmax())
         seen.append(token)
@@ -93,7 +95,7 @@ def test_a_greedy_reply_equals_the_one_of_the_stock_processors(penalty, suppress
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 @pytest.mark.parametrize("top_k", [0, 1, 5, 49, 50, 80])
-@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.8, 0.999, 1.0])
+@pytest.mark.parametrize("top_p", [1e-9, 1e-6, 0.3, 0.8, 0.999, 1.0])
 def test_probabilities_equal_those_of_the_stock_warpers(temperature, top_k, top_p):
     params = SamplingParams(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
     for seed in range(5):
@@ -109,6 +111,14 @@ def test_ties_at_the_edge_of_top_k_are_kept_as_stock_keeps_them():
     found = sampler(params, len(logits))._probabilities(logits)
     torch.testing.assert_close(found, stock_scores(params, [], logits).softmax(-1))
     assert (found > 0).sum() == 4
+
+
+def test_a_share_that_top_p_meets_exactly_is_cut_as_stock_cuts_it():
+    logits = torch.zeros(4)  # shares of exactly a quarter
+    params = SamplingParams(do_sample=True, top_p=0.5)
+    found = sampler(params, 4)._probabilities(logits)
+    assert torch.equal(found, stock_scores(params, [], logits).softmax(-1))
+    assert (found > 0).sum() == 2
 
 
 def test_all_rules_together_draw_as_often_as_stock_would():
@@ -221,3 +231,21 @@ def test_logits_of_any_precision_are_taken(dtype):
 def test_a_setting_out_of_range_is_named_with_its_value(name, value):
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         SamplingParams(do_sample=True, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(False),
+        SamplingParams(False, repetition_penalty=1.3, suppressed=(1, 5)),
+        SamplingParams(True, 0.9, 20, 1.0, 1.05, (3,)),
+        SamplingParams(True, 1.4, 0, 0.7),
+        SamplingParams(True, 1.0, 10, 0.8),
+    ],
+)
+def test_the_host_chooses_what_the_device_chooses(params, monkeypatch):
+    on_host = Sampler(params, 50, torch.Generator().manual_seed(3))
+    monkeypatch.setattr(host_step, "runs_on_host", lambda dtype, device: False)
+    on_device = Sampler(params, 50, torch.Generator().manual_seed(3))
+    logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(4)) * 2
+    assert [int(on_host(row)) for row in logits] == [int(on_device(row)) for row in logits]

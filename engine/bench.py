@@ -98,7 +98,8 @@ def run_bench(
     )
     loaded = load_model(folder, device=model.device, dtype=model.dtype, on_progress=on_progress)
     samples = read_audio(question).samples
-    limits = ReplyLimits(max(2, round(reply_s * TEXT_TOKENS_PER_S)), round(reply_s * FRAMES_PER_S), 4)
+    num_tokens, num_frames = max(2, round(reply_s * TEXT_TOKENS_PER_S)), round(reply_s * FRAMES_PER_S)
+    limits = ReplyLimits(num_tokens, num_frames, SpeechConfig().decode_frames)
     bench = _Bench(loaded, samples, limits)
     on_progress(0.2, "measuring Parley")
     runs = [bench.converse() for _ in range(NUM_RUNS + 1)][1:]  # the first warms up

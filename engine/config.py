@@ -38,7 +38,7 @@ class SpeechConfig:
     bypass: Bypass = Bypass.AUTO
     max_text_tokens: int = 1024
     max_frames: int = 4096  # 5.5 minutes
-    decode_frames: int = 4  # most codec frames in one Code2Wav call once playback has a cushion
+    decode_frames: int = 8  # most codec frames in one Code2Wav call once playback has a cushion
     max_ahead_ms: int = 1000  # speech made but not yet played
 
     def __post_init__(self) -> None:

@@ -14,14 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.clock import STEP_MS
 from engine.conversation import ContextFullError, Conversation
 from engine.models.code2wav import Code2WavState
 from engine.models.sampling import NOT_FINITE
 from engine.models.transfer import to_host
 from engine.stages import Speech, Stages
 
-# With this much speech waiting at the speaker, two frames (then the most allowed) are decoded in one call.
-CALM_BACKLOG_MS, EASY_BACKLOG_MS = 160, 320
+# One call of Code2Wav may make as much sound as half of what waits at the speaker.
+BACKLOG_SHARE = 0.5
 
 
 class StageError(RuntimeError):
@@ -73,9 +74,9 @@ def frames_per_decode(num_decoded: int, backlog_ms: float | None, most: int) -> 
     """
     if num_decoded == 0:
         return 1
-    if backlog_ms is None or backlog_ms >= EASY_BACKLOG_MS:
+    if backlog_ms is None:
         return most
-    return min(most, 2) if backlog_ms >= CALM_BACKLOG_MS else 1
+    return max(1, min(most, int(BACKLOG_SHARE * backlog_ms / STEP_MS)))
 
 
 class Reply:

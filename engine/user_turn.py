@@ -222,7 +222,7 @@ class UserTurn:
             len(self._grids),
             self._stages.seconds_per_grid,
             self._stages.positions_per_second,
-            is_complete=is_complete,
+            is_complete=is_complete or not (self._has_audio and self._has_video),  # one stream waits for no other
         )
         audio = torch.cat(features) if features else None
         num_rows = self._rows_at(self._cursor)

@@ -431,3 +431,27 @@ def test_ten_thousand_chunks_with_a_fixed_context_leave_memory_flat(tiny_folder)
 
 def test_audio_token_counts_are_the_processors():
     assert [hf.audio_token_count(n) for n in (0, 1, 8, 99, 100, 101, 800)] == [0, 1, 1, 13, 13, 14, 104]
+
+
+@pytest.mark.parametrize("kind", ["sound", "silent video", "sound and picture"])
+def test_at_the_end_of_a_turn_only_the_open_window_is_left_to_prefill(loaded, kind):
+    driver = Driver(stages_of(loaded, 1000), TurnPolicy(is_provisional=False))
+    metrics = driver.stages.metrics
+    seen = []
+    end = UserTurn.end
+
+    def watched(turn, text=""):
+        seen.append(metrics.counter("thinker_prefill_tokens"))
+        end(turn, text)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UserTurn, "end", watched)
+        pictures = [picture(i) for i in range(10)]
+        if kind == "sound":
+            driver.say(noise(5.2))
+        else:
+            driver.say_and_show(noise(5.2) if kind == "sound and picture" else None, pictures)
+    driver.conversation.begin_reply()
+    left = metrics.counter("thinker_prefill_tokens") - seen[0]
+    one_second = 13 + driver.stages.spatial_merge * 3  # of sound, and a grid of 2 x 3 tokens
+    assert left <= one_second + 10, f"{left} of {driver.conversation.num_prefilled} rows came after the turn's end"

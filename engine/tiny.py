@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.layout import CHAT_TEMPLATE
-from engine.models.hf import OmniConfig, OmniModel
+from engine.models.hf import OmniConfig, OmniModel, new_model, save_pretrained
 
 SPECIAL_TOKENS: Final = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
@@ -266,9 +266,9 @@ def build_tiny_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tiny_tokenizer()
     torch.manual_seed(seed)
-    model = OmniModel(tiny_config(size, tokenizer))
+    model = new_model(tiny_config(size, tokenizer))
     _spread(model, seed)
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    save_pretrained(model.to(dtype), folder, shard)
     for name, content in _files(size, tokenizer):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     tokenizer.model.save(str(folder))  # vocab.json and merges.txt

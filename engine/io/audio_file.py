@@ -6,15 +6,14 @@ libsndfile reads the sound formats; FFmpeg reads the rest, and the WAV files who
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final, Protocol
 
 import numpy as np
 import soundfile
 from av.audio.frame import AudioFrame
 
 from engine.io.container import CUT_SHORT_S, REMEDY, MediaContainer
-from engine.io.media import MediaError, NamelessFile, open_media_file
+from engine.io.media import Closing, MediaError, NamelessFile, open_media_file
 from engine.io.resample import Samples, StreamResampler
 from engine.io.wav_header import DataChunk, find_data_chunk
 
@@ -56,7 +55,7 @@ class SoundDecoder(Protocol):
         """Release the file."""
 
 
-class AudioReader:
+class AudioReader(Closing):
     """The sound of `path` as one stream of mono samples at 16 kHz, decoded as it is read.
 
     Sample 0 is time 0 of the container: a sound track that starts late begins with silence, as its pictures expect.
@@ -72,14 +71,6 @@ class AudioReader:
         self._pieces = self._resampled()
         self._piece: Samples = np.empty(0, np.float32)  # the rest of what was decoded and not yet read
         self._is_closed = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def read(self, num_samples: int) -> Samples:
         """Return the next samples [n]; n is `num_samples` until the end, where it is less, then 0."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import BinaryIO, Self
 
 import numpy as np
@@ -23,6 +24,22 @@ class Picture:
 
     rgb: NDArray[np.uint8]
     time_s: float
+
+
+class Closing:
+    """Makes what has a `close` usable in a `with` block."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release what is held; may be called twice."""
+        raise NotImplementedError
 
 
 class NamelessFile:

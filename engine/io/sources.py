@@ -10,7 +10,7 @@ import numpy as np
 from engine.channels import Samples
 from engine.clock import MIC_RATE_HZ, MIC_STEP, STEP_MS
 from engine.io.audio_file import AudioReader
-from engine.io.media import MediaError, Picture
+from engine.io.media import Closing, MediaError, Picture
 from engine.io.video_file import VideoReader
 
 NO_SAMPLES: Samples = np.zeros(0, dtype=np.float32)
@@ -108,7 +108,7 @@ class ScriptSource:
             self._current = None
 
 
-class _OpenTurn:
+class _OpenTurn(Closing):
     """Readers of one turn. Sound and picture share a clock that starts at 0."""
 
     def __init__(self, turn: ScriptTurn) -> None:
@@ -132,12 +132,6 @@ class _OpenTurn:
         if self._video is not None and self._video.has_sound and turn.camera is not None:
             return AudioReader(turn.camera)
         return None
-
-    def __enter__(self) -> "_OpenTurn":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def opening(self) -> TurnOpening:

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import numpy as np
 import soundfile
 
 from engine.channels import AudioRing, Samples
 from engine.clock import SPEAKER_RATE_HZ
-from engine.io.media import MediaError
+from engine.io.media import Closing, MediaError
 
 
 class Speaker(Protocol):
@@ -55,7 +54,7 @@ class Speaker(Protocol):
         ...
 
 
-class FileSpeaker:
+class FileSpeaker(Closing):
     """Plays into a WAV file (or into nothing), at the pace of `clock`, or at once where there is no clock.
 
     What was cut is not in the file: it holds what a listener would have heard.
@@ -70,14 +69,6 @@ class FileSpeaker:
         self._heard = 0
         self._is_fed = False
         self._num_underrun_samples = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def room(self) -> int:

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 from av.sidedata.sidedata import SideData
@@ -12,12 +11,12 @@ from av.video.frame import VideoFrame
 from numpy.typing import NDArray
 
 from engine.io.container import REMEDY, MediaContainer
-from engine.io.media import MediaError, Picture
+from engine.io.media import Closing, MediaError, Picture
 
 STILL_FORMAT_SUFFIX: Final = "_pipe"  # FFmpeg's demuxers of single images: png_pipe, jpeg_pipe …
 
 
-class VideoReader:
+class VideoReader(Closing):
     """The pictures of `path` in the order they are shown, upright and in RGB; iterate once, in a `with` block.
 
     `width` and `height` are those of the first picture; a stream may change its size later. `sound_offset_s` is when
@@ -45,14 +44,6 @@ class VideoReader:
         self.is_still = self._container.format_name.endswith(STILL_FORMAT_SUFFIX)
         self.duration_s = None if self.is_still else self._container.duration_s
         self._pictures = chain([first], pictures)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __iter__(self) -> Iterator[Picture]:
         """Go on from the picture after the last one taken."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.kvcache.store import KVStore
 from engine.models import host_step
 from engine.models.layers import GatedMlp, MoeMlp, Rotary, attend, attend_masked, fuse, rms_norm, rotate
+from engine.models.streaming import StreamState
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,22 @@ class DecoderOutput:
 
     hidden: Tensor  # [n, H]
     tapped: Tensor | None  # [n, H]
+
+
+@dataclass
+class SequenceState(StreamState):
+    """Keys and values of one sequence so far."""
+
+    store: KVStore
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the KV buffer."""
+        return self.store.nbytes
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self.store.reset()
 
 
 class _Layer:

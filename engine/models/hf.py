@@ -135,6 +135,18 @@ def load_pretrained(
     return model, (*misfits, *info["error_msgs"])
 
 
+def save_pretrained(model: OmniModel, folder: Path, max_shard_size: str) -> None:
+    """Write `model` to `folder` with the released names, one expert a tensor."""
+    with _quiet(), _weights_progress(lambda share: None):
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+
+
+def new_model(config: OmniConfig) -> OmniModel:
+    """A model of `config` with fresh weights."""
+    with _quiet():
+        return OmniModel(config)
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer in `folder`; never uses the network."""
     with _quiet():

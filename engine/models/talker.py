@@ -5,7 +5,6 @@ Its prompt is [all user segments] + nine rows made of the assistant header, the 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from torch import Tensor
 from engine.kvcache.store import KVStore
 from engine.models import hf
 from engine.models.code_predictor import CodePredictor, Frame
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, SequenceState
 from engine.models.graphs import CapturedCall
 from engine.models.sampling import Sampler
-from engine.models.streaming import StreamState
 
 NUM_START_ROWS = 9
 
@@ -32,22 +30,6 @@ class _Projection:
     def __call__(self, x: Tensor) -> Tensor:
         first, second = self._module.linear_fc1, self._module.linear_fc2
         return F.linear(F.silu(F.linear(x, first.weight, first.bias)), second.weight, second.bias)
-
-
-@dataclass
-class TalkerState(StreamState):
-    """Keys and values of the user's segments and of the reply under way."""
-
-    store: KVStore
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the KV buffer."""
-        return self.store.nbytes
-
-    def reset(self) -> None:
-        """Forget the conversation."""
-        self.store.reset()
 
 
 class Talker:
@@ -85,9 +67,9 @@ class Talker:
         """Replay one-row steps and the predictor's loop as captured graphs from now on."""
         self._uses_graphs = True
 
-    def init_state(self) -> TalkerState:
+    def init_state(self) -> SequenceState:
         """An empty conversation."""
-        return TalkerState(self._decoder.new_store())
+        return SequenceState(self._decoder.new_store())
 
     @torch.no_grad()
     def user_rows(self, embeddings: Tensor, tapped: Tensor, *, is_text: bool) -> Tensor:
@@ -117,7 +99,7 @@ class Talker:
         return text
 
     @torch.no_grad()
-    def step(self, rows: Tensor, positions: Tensor, state: TalkerState) -> Tensor:
+    def step(self, rows: Tensor, positions: Tensor, state: SequenceState) -> Tensor:
         """Read `rows` [n, H] at `positions` [3, n] and return the last hidden state [1, H]."""
         if rows.shape[0] == 1:
             if self._uses_graphs:

@@ -5,32 +5,13 @@ and the hidden state of `accept_hidden_layer` for audio and pictures (facts.md s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kvcache.store import KVStore
 from engine.models import hf
-from engine.models.decoder import Decoder, DecoderOutput, Deepstack
-from engine.models.streaming import StreamState
-
-
-@dataclass
-class ThinkerState(StreamState):
-    """Keys and values of the conversation so far."""
-
-    store: KVStore
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the KV buffer."""
-        return self.store.nbytes
-
-    def reset(self) -> None:
-        """Forget the conversation."""
-        self.store.reset()
+from engine.models.decoder import Decoder, DecoderOutput, Deepstack, SequenceState
 
 
 class Thinker:
@@ -44,9 +25,9 @@ class Thinker:
         self.vocabulary = self._head.shape[0]
         self.device, self.dtype = self._decoder.device, self._decoder.dtype
 
-    def init_state(self) -> ThinkerState:
+    def init_state(self) -> SequenceState:
         """An empty conversation."""
-        return ThinkerState(self._decoder.new_store())
+        return SequenceState(self._decoder.new_store())
 
     @torch.no_grad()
     def embed(self, token_ids: Sequence[int]) -> Tensor:
@@ -60,13 +41,13 @@ class Thinker:
 
     @torch.no_grad()
     def step(
-        self, embeddings: Tensor, positions: Tensor, state: ThinkerState, deepstack: Deepstack | None = None
+        self, embeddings: Tensor, positions: Tensor, state: SequenceState, deepstack: Deepstack | None = None
     ) -> DecoderOutput:
         """Read rows [n, H] at `positions` [3, n]; `tapped` is what the Talker takes of audio and pictures."""
         return self._decoder.forward(embeddings, positions, state.store, deepstack)
 
     @torch.no_grad()
-    def decode(self, embedding: Tensor, positions: Tensor, state: ThinkerState) -> Tensor:
+    def decode(self, embedding: Tensor, positions: Tensor, state: SequenceState) -> Tensor:
         """Read one token's row [1, H] at `positions` [3, 1]; return its hidden state [1, H]."""
         return self._decoder.step(embedding, positions, state.store)
 

@@ -1,7 +1,6 @@
 """The streamed audio encoder against the tower run over the whole utterance, in float64."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -18,15 +17,6 @@ TOLERANCE = 1e-10
 RATE_HZ = 16_000
 WINDOWS_MS = (1000, 2000, 4000, 8000)
 LENGTHS = {"0.5 s": 8_000, "0.995 s": 15_920, "1 s": 16_000, "1.01 s": 16_160, "8 s": 128_000, "8.01 s": 128_160}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Keep torch from spinning a second thread on work this small: on a busy machine it costs ten times the work."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Streaming codec frames gives the samples of decoding all of them, however they are split."""
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -16,15 +16,6 @@ SAMPLES_PER_FRAME, LOOKAHEAD = 1920, 555
 NUM_CODEBOOKS, NUM_ENTRIES = 16, 64
 NUM_FRAMES = 230  # the window of 72 frames slides out of both layers' sight
 TOLERANCE = 1e-10  # of the RMS, in float64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """These layers are too small to share, and threads that wait for each other on a busy machine take seconds."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The code predictor's own loop against `generate` of the stock module, in float64."""
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,15 +14,6 @@ from engine.models.sampling import NOT_FINITE, Sampler, SamplingParams
 NUM_CODES = 16
 NUM_FRAMES = 20
 GREEDY = SamplingParams(do_sample=False)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Keep torch from spinning a second thread on work this small."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

@@ -20,15 +20,6 @@ NUM_ROWS = 23
 DEEPSTACK_LAYERS = 3
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Keep torch from spinning a second thread on work this small."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 @pytest.fixture(scope="module")
 def stock(tiny_folder) -> hf.OmniModel:
     """The stock model; wrappers get a copy, so that nothing they do to their weights can hide."""

@@ -1,7 +1,6 @@
 """The streamed log-mel against WhisperFeatureExtractor over the whole utterance."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,15 +11,6 @@ from engine.models.log_mel import FLOOR_BELOW_MAXIMUM, Floor, LogMel, LogMelStat
 
 TOLERANCE = 1e-6
 RATE_HZ = 16_000
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Keep torch from spinning a second thread on work this small: on a busy machine it costs ten times the work."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ def _add_reply_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-tokens", type=_positive, default=1024, metavar="N", help="longest text, tokens (1024)")
     group.add_argument(
-        "--max-frames", type=_positive, default=4096, metavar="N", help="longest speech, frames of 80 ms (4096)"
+        "--max-frames", type=_positive, default=4095, metavar="N", help="longest speech, frames of 80 ms (4095)"
     )
     group.add_argument(
         "--window-ms", type=int, choices=(1000, 2000, 4000, 8000), help="audio encoder window (the checkpoint's)"

@@ -76,6 +76,18 @@ def table(report: "BenchReport") -> str:
             _number(report.stock_prefill_turn_10, 0),
             f"{report.prefill_growth:.2f}x turn 2",
         ),
+        (
+            "the whole reply, s",
+            f"{report.reply_s:.2f}",
+            "n/a" if report.stock_first_audio_ms is None else f"{report.stock_first_audio_ms / 1000:.2f}",
+            "n/a",
+        ),
+        (
+            "  the same without the Talker, s",
+            f"{report.text_only_reply_s:.2f}",
+            "n/a",
+            f"{report.bypass_saving:.0%} saved",
+        ),
         ("real-time factor of the reply", f"{report.rtf:.2f}", "n/a", "n/a"),
     ]
     head = [

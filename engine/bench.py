@@ -51,6 +51,9 @@ class BenchReport:
     frame_ms: float
     code2wav_frame_ms: float
     rtf: float
+    reply_s: float
+    text_only_reply_s: float
+    bypass_saving: float
     prefill_turn_2: int
     prefill_turn_10: int
     prefill_growth: float
@@ -103,9 +106,10 @@ def run_bench(
     bench = _Bench(loaded, samples, limits)
     on_progress(0.2, "measuring Parley")
     runs = [bench.converse() for _ in range(NUM_RUNS + 1)][1:]  # the first warms up
+    silent_runs = [bench.converse(is_spoken=False) for _ in range(NUM_RUNS)]
     on_progress(0.4, "measuring ten turns")
     prefills = bench.prefill_by_turn(NUM_TURNS)
-    report = bench.report(runs, prefills)
+    report = bench.report(runs, silent_runs, prefills)
     if not against_transformers:
         return report
     on_progress(0.5, "measuring transformers")
@@ -121,17 +125,18 @@ class _Bench:
         self._stages = _endless(build_stages(loaded, config, Metrics()))
         self._codes: NDArray[np.int32] | None = None
 
-    def converse(self) -> _Run:
+    def converse(self, *, is_spoken: bool = True) -> _Run:
         """One conversation of one turn, timed from the end of the user's turn."""
         stages = replace(self._stages, metrics=Metrics())
         conversation = self._new_conversation(stages)
+        conversation.eager_talker = is_spoken
         turn = UserTurn(conversation, stages, TurnPolicy(), has_audio=True, has_video=False)
         for piece in self._pieces():
             turn.hear(piece)
             turn.update(MIC_STEP)
         asked_at = time.perf_counter()
         turn.end()
-        reply = Reply(conversation, stages, self._limits, lambda: None, is_spoken=True)
+        reply = Reply(conversation, stages, self._limits, lambda: None, is_spoken=is_spoken)
         first_token_ms = first_audio_ms = 0.0
         num_samples = 0
         for part in reply.run():
@@ -141,6 +146,8 @@ class _Bench:
                 first_audio_ms = first_audio_ms or elapsed_ms
                 num_samples += len(part.samples)
         reply_s = time.perf_counter() - asked_at
+        if not is_spoken:
+            return _Run(first_token_ms, first_audio_ms, reply_s, 0.0, 0.0, 0, 0)
         self._codes = reply.codes()
         times = stages.metrics.stages()
         frame_ms = sum(times[name].total_ms for name in FRAME_SPANS) / reply.num_frames
@@ -167,9 +174,11 @@ class _Bench:
         self._prompt_ids = conversation.timeline.token_ids
         return prefills
 
-    def report(self, runs: list[_Run], prefills: list[int]) -> BenchReport:
+    def report(self, runs: list[_Run], silent_runs: list[_Run], prefills: list[int]) -> BenchReport:
         """The figures of Parley alone."""
         last = runs[-1]
+        spoken_s = statistics.median(run.reply_s for run in runs)
+        silent_s = statistics.median(run.reply_s for run in silent_runs)
         return BenchReport(
             model=str(self._loaded.info.folder),
             device=str(self._loaded.device),
@@ -183,6 +192,9 @@ class _Bench:
             frame_ms=statistics.median(run.frame_ms for run in runs),
             code2wav_frame_ms=statistics.median(run.code2wav_frame_ms for run in runs),
             rtf=statistics.median(run.reply_s / speaker_seconds(run.num_samples) for run in runs),
+            reply_s=spoken_s,
+            text_only_reply_s=silent_s,
+            bypass_saving=1 - silent_s / spoken_s,
             prefill_turn_2=prefills[1],
             prefill_turn_10=prefills[-1],
             prefill_growth=prefills[-1] / prefills[1],

@@ -37,7 +37,8 @@ class SpeechConfig:
     seed: int = 42
     bypass: Bypass = Bypass.AUTO
     max_text_tokens: int = 1024
-    max_frames: int = 4096  # 5.5 minutes
+    max_frames: int = 4095  # 5.5 minutes; what transformers' generate makes of its limit of 4096
+    stops_loops: bool = True  # cut speech that has repeated itself for six seconds
     decode_frames: int = 8  # most codec frames in one Code2Wav call once playback has a cushion
     max_ahead_ms: int = 1000  # speech made but not yet played
 

@@ -5,6 +5,7 @@ Talker can never run ahead of the text: frame g is made only when token g + 1 is
 """
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -36,6 +37,7 @@ class EndReason(Enum):
     EMPTY = "empty"
     TEXT_LIMIT = "text limit"
     SPEECH_LIMIT = "speech limit"
+    SPEECH_LOOP = "speech loop"
     CONTEXT_FULL = "context full"
     INTERRUPTED = "interrupted"
 
@@ -65,6 +67,7 @@ class ReplyLimits:
     max_text_tokens: int
     max_frames: int
     decode_frames: int
+    stops_loops: bool = True
 
 
 def frames_per_decode(num_decoded: int, backlog_ms: float | None, most: int) -> int:
@@ -77,6 +80,22 @@ def frames_per_decode(num_decoded: int, backlog_ms: float | None, most: int) -> 
     if backlog_ms is None:
         return most
     return max(1, min(most, int(BACKLOG_SHARE * backlog_ms / STEP_MS)))
+
+
+class LoopGuard:
+    """Notices speech that repeats itself: code 0 has had one period, of up to `max_period` frames, for `num_frames`."""
+
+    def __init__(self, max_period: int = 25, num_frames: int = 75) -> None:
+        self._num_frames = num_frames
+        self._runs = [0] * max_period  # for each period: frames in a row that equal the one a period earlier
+        self._recent: deque[int] = deque(maxlen=max_period)
+
+    def is_loop(self, code: int) -> bool:
+        """Add a frame's code 0 and say whether it has looped long enough to be no speech."""
+        for period, earlier in enumerate(reversed(self._recent)):
+            self._runs[period] = self._runs[period] + 1 if earlier == code else 0
+        self._recent.append(code)
+        return max(self._runs) >= self._num_frames
 
 
 class Reply:
@@ -167,11 +186,15 @@ class Reply:
             rows = talker.start_rows(self._text_row(speech, 0), speech.speaker_id)
             hidden = self._conversation.begin_speech(rows)
         num_rows = rows.shape[0]
+        guard = LoopGuard()
         while len(self._frames) < self._limits.max_frames:
             with metrics.span("talker_head"):
                 code = talker.first_code(hidden, speech.talker_sampler)
-                is_end = _checked(code, "Talker") == speech.end_of_speech
-            if is_end:
+                code_id = _checked(code, "Talker")
+            if code_id == speech.end_of_speech:
+                break
+            if guard.is_loop(code_id) and self._limits.stops_loops:
+                self.end_reason = EndReason.SPEECH_LOOP
                 break
             with metrics.span("code_predictor"):
                 frame = talker.complete(hidden, code, speech.predictor_sampler)

@@ -17,6 +17,7 @@ from engine.trace import TraceWriter
 LIMIT_NOTICES = {
     EndReason.TEXT_LIMIT: "The reply was cut: it reached the limit of {limits.max_text_tokens} text tokens.",
     EndReason.SPEECH_LIMIT: "The speech was cut: it reached the limit of {limits.max_frames} codec frames.",
+    EndReason.SPEECH_LOOP: "The speech was cut: it had repeated itself for six seconds.",
     EndReason.CONTEXT_FULL: "The reply was cut: the conversation is full. Start a new one.",
     EndReason.EMPTY: "The model had nothing to say.",
 }
@@ -43,7 +44,7 @@ class Speaking:
         self._speaker, self._emit, self._clock = speaker, emit, clock
         self._asked_at = asked_at
         speech = config.speech
-        self._limits = ReplyLimits(speech.max_text_tokens, speech.max_frames, speech.decode_frames)
+        self._limits = ReplyLimits(speech.max_text_tokens, speech.max_frames, speech.decode_frames, speech.stops_loops)
         self._reply = Reply(conversation, stages, self._limits, speaker.backlog_ms, is_spoken=heard.is_spoken)
         self._parts = self._reply.run()
         self._text = TextStream(stages.scribe)

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.layout import CHAT_TEMPLATE
-from engine.models.hf import OmniConfig, OmniModel, new_model, save_pretrained
+from engine.models.hf import OmniConfig, OmniModel, new_config, new_model, save_pretrained
 
 SPECIAL_TOKENS: Final = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
@@ -113,7 +113,7 @@ def tiny_config(size: TinySize, tokenizer: Tokenizer) -> OmniConfig:
         "num_key_value_heads": talker_heads // 2,
     }
     first_special = size.codebook
-    return OmniConfig(
+    return new_config(
         thinker_config={
             "text_config": text,
             "audio_config": {

@@ -4,6 +4,7 @@ Closed encoder windows are final. The open one is encoded and prefilled provisio
 more arrives, so that at the end of the turn only what changed since is left to compute.
 """
 
+import bisect
 from dataclasses import dataclass, field
 
 import torch
@@ -65,8 +66,7 @@ class UserTurn:
         self._has_audio, self._has_video = has_audio, has_video
         self._audio_state: AudioEncoderState | None = stages.audio.init_state() if has_audio else None
         self._vision_state: VisionState | None = stages.vision.init_state() if has_video else None
-        self._features: list[Tensor] = []  # final audio features, window by window
-        self._num_final = 0
+        self._features = _Features()  # final audio features
         self._grids: list[VisionFeatures] = []
         self._cursor = Cursor()
         self._stops: list[_Stop] = []
@@ -93,7 +93,6 @@ class UserTurn:
         self._open_samples += samples.numel()
         if closed.shape[0]:
             self._features.append(closed)
-            self._num_final += closed.shape[0]
             self._open_samples = 0
             self._chunks_passed = 0
             self._append_final()
@@ -155,8 +154,7 @@ class UserTurn:
         """Append what no later input can change."""
         self._drop_provisional()
         before = self._cursor
-        features = self._features
-        self._cursor = self._append_runs(features, self._num_final, is_complete=False)
+        self._cursor = self._append_runs(self._features, is_complete=False)
         if self._cursor != before:
             self._conversation.flush()
             self._stops.append(_Stop(self._cursor, self._conversation.mark()))
@@ -169,7 +167,7 @@ class UserTurn:
         if not tail.shape[0]:
             return
         self._provisional = self._conversation.mark()
-        self._append_runs([*self._features, tail], self._num_final + tail.shape[0], is_complete=False)
+        self._append_runs(self._features.followed_by(tail), is_complete=False)
         self._conversation.flush()
         self._stages.metrics.count("provisional_passes")
 
@@ -188,11 +186,10 @@ class UserTurn:
         if self._audio_state is not None:
             with self._stages.metrics.span("audio_encoder"):
                 end = self._end_of_audio(self._audio_state)
-            if end.num_kept_tokens < self._num_final:
+            if end.num_kept_tokens < self._features.length:
                 self._return_to(end.num_kept_tokens)
             self._features.append(end.features)
-            self._num_final += end.features.shape[0]
-        self._cursor = self._append_runs(self._features, self._num_final, is_complete=True)
+        self._cursor = self._append_runs(self._features, is_complete=True)
 
     def _end_of_audio(self, state: AudioEncoderState) -> AudioEnd:
         if self._policy.is_floor_exact:
@@ -201,8 +198,7 @@ class UserTurn:
 
     def _return_to(self, num_tokens: int) -> None:
         """The loudest moment came late and moved the mel floor of closed windows: go back to before them."""
-        kept = torch.cat(self._features)[:num_tokens]
-        self._features, self._num_final = [kept], num_tokens
+        self._features.truncate(num_tokens)
         stop = max((s for s in self._stops if s.cursor.num_audio <= num_tokens), key=lambda s: s.mark.thinker_rows)
         self._conversation.rollback(stop.mark)
         self._cursor = stop.cursor
@@ -215,22 +211,20 @@ class UserTurn:
         if self._stages.keeps_media:
             self.media.pixels.append(features.pixels)
 
-    def _append_runs(self, features: list[Tensor], num_audio: int, *, is_complete: bool) -> Cursor:
+    def _append_runs(self, features: "_Features", *, is_complete: bool) -> Cursor:
         runs, cursor = order(
             self._cursor,
-            num_audio,
+            features.length,
             len(self._grids),
             self._stages.seconds_per_grid,
             self._stages.positions_per_second,
             is_complete=is_complete or not (self._has_audio and self._has_video),  # one stream waits for no other
         )
-        audio = torch.cat(features) if features else None
         num_rows = self._rows_at(self._cursor)
         for run in runs:
             match run:
                 case AudioRun(start, end):
-                    assert audio is not None, "an audio run without audio"
-                    num_rows = self._append_audio(audio[start:end], start, num_rows)
+                    num_rows = self._append_audio(features.between(start, end), start, num_rows)
                 case GridRun(index):
                     num_rows = self._append_grid(index, num_rows)
             self._last_run = run
@@ -281,7 +275,44 @@ class UserTurn:
         """Positions the segment takes: those of its last run of one kind, as `get_rope_index` counts them."""
         if isinstance(self._last_run, GridRun):
             return self._grid(self._last_run.index).last + 1
-        return self._num_final
+        return self._features.length
+
+
+class _Features:
+    """Audio features of a turn, window by window: read by token number without ever joining them all."""
+
+    def __init__(self) -> None:
+        self._windows: list[Tensor] = []
+        self._starts: list[int] = []
+        self.length = 0
+
+    def append(self, features: Tensor) -> None:
+        """Add `features` [n, D] behind the others."""
+        self._windows.append(features)
+        self._starts.append(self.length)
+        self.length += features.shape[0]
+
+    def followed_by(self, features: Tensor) -> "_Features":
+        """These and `features` behind them; the windows are shared."""
+        longer = _Features()
+        longer._windows, longer._starts, longer.length = [*self._windows], [*self._starts], self.length
+        longer.append(features)
+        return longer
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from `length` on, which is where a window ends."""
+        num_kept = bisect.bisect_left(self._starts, length)
+        del self._windows[num_kept:], self._starts[num_kept:]
+        self.length = sum(window.shape[0] for window in self._windows)
+        assert self.length == length, f"{length} is inside a window"
+
+    def between(self, start: int, end: int) -> Tensor:
+        """Features [end - start, D] of the tokens `start` to `end` - 1."""
+        first, last = bisect.bisect_right(self._starts, start) - 1, bisect.bisect_left(self._starts, end)
+        origin = self._starts[first]
+        windows = self._windows[first:last]
+        joined = windows[0] if len(windows) == 1 else torch.cat(windows)
+        return joined[start - origin : end - origin]
 
 
 def picture_message(conversation: Conversation, stages: Stages, picture: Picture, text: str) -> TurnMedia:

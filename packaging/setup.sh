@@ -134,6 +134,15 @@ wanted() { "$venv/bin/python" "$root/packaging/requirements.py" "$@" && "$venv/b
 
 is_ready() { [ -x "$venv/bin/python" ] && [ -f "$1" ] && [ "$(wanted "${@:2}" 2>/dev/null)" = "$(cat "$1")" ]; }
 
+# `.venv/bin/parley` runs this checkout from anywhere; -P keeps the folder it is called from out of the search.
+make_command() {
+  local command="$venv/bin/parley"
+  printf '#!/usr/bin/env bash\nPYTHONPATH="%s${PYTHONPATH:+:$PYTHONPATH}" exec "%s/bin/python" -P -m app "$@"\n' \
+    "$root" "$venv" >"$command.new"
+  chmod +x "$command.new"
+  mv "$command.new" "$command"
+}
+
 main() {
   local stamp="$venv/.parley-${*:-app}"
   # Two at once would install into each other; the lock ends with this script.
@@ -142,13 +151,17 @@ main() {
     flock 9
   fi
   install_system_libraries
-  if is_ready "$stamp" "$@"; then return 0; fi
+  if is_ready "$stamp" "$@"; then
+    [ -x "$venv/bin/parley" ] || make_command
+    return 0
+  fi
   venv_works || make_venv
   rm -f "$stamp"
   "$venv/bin/python" "$root/packaging/requirements.py" "$@" | install_packages
   # Written last, so that an interrupted installation is taken up again.
   wanted "$@" >"$stamp"
   wanted >"$venv/.parley-app"
+  make_command
   say "ready"
 }
 

@@ -141,6 +141,12 @@ def save_pretrained(model: OmniModel, folder: Path, max_shard_size: str) -> None
         model.save_pretrained(folder, max_shard_size=max_shard_size)
 
 
+def new_config(**parts: Any) -> OmniConfig:
+    """A configuration made of `parts`; what is left out has the class defaults, which are not the released values."""
+    with _quiet():
+        return OmniConfig(**parts)
+
+
 def new_model(config: OmniConfig) -> OmniModel:
     """A model of `config` with fresh weights."""
     with _quiet():

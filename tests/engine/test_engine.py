@@ -13,6 +13,7 @@ import torch
 from engine import Bypass, Engine, EngineConfig, InputConfig, ModelConfig, ScriptSource, ScriptTurn, SpeechConfig
 from engine import events as ev
 from engine.commands import Interrupt, Reset, SendText
+from engine.models.talker import Talker
 from engine.models.thinker import Thinker
 from tests.harness import noise
 
@@ -274,3 +275,13 @@ def test_it_stops_within_a_second_at_any_moment(tiny_folder, wav, moment):
     assert runner.stop() < 1.0
     assert "engine" not in [thread.name for thread in threading.enumerate()]
     assert sum(isinstance(event, ev.ReplyEnded) for event in runner.told) == len(runner.of(ev.ReplyStarted))
+
+
+def test_speech_that_loops_is_cut_and_it_is_said(run, wav, monkeypatch):
+    monkeypatch.setattr(Talker, "first_code", lambda self, hidden, sampler: torch.tensor(5))
+    runner = run(ScriptTurn(mic=wav(noise(1.2))), speech=SpeechConfig(is_greedy=True, max_text_tokens=4))
+    runner.wait_for(ev.Finished)
+    [reply] = runner.of(ev.ReplyEnded)
+    assert reply.reason == "speech loop"
+    assert reply.num_codec_frames == 75
+    assert any("repeated itself" in notice.text for notice in runner.of(ev.Notice))

@@ -1,6 +1,7 @@
 """Parley's command line: what to do is read here, how is in the module of each command."""
 
 import argparse
+import io
 import math
 import signal
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app import bench, doctor, talk
+from app.logs import start_log
 
 DESCRIPTION = "Parley: live conversation with an omni-modal model that hears, sees and speaks."
 TALK_HELP = """\
@@ -36,11 +38,20 @@ class _Append(argparse.Action):
         namespace.script = [*(namespace.script or ()), (self.dest, values)]
 
 
+def start() -> int:
+    """Run as a program: the log goes to its file."""
+    start_log()
+    return main()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in `arguments` (those of the process) and return the exit code."""
     # A reader that closes the pipe early (`parley talk | head`) ends the program instead of raising.
     if hasattr(signal, "SIGPIPE"):  # Windows has none
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a letter shows a mark, not a traceback
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -188,4 +199,4 @@ def _seconds(text: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start())

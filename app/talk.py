@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from app.logs import log_file
 from app.report import print_stages, write_report
 from app.transcript import Transcript
 from engine import (
@@ -128,6 +129,7 @@ def converse(turns: Sequence[ScriptTurn], options: argparse.Namespace) -> int:
         transcript.take(event)
     if transcript.failure:
         print(f"parley: {transcript.failure}", file=sys.stderr)
+        print(f"        what led to it is in {log_file()}", file=sys.stderr)
     if transcript.summary is not None and transcript.replies:
         print_stages(transcript.summary, sys.stdout)
     if options.json is not None and transcript.ready is not None:

@@ -1,11 +1,17 @@
 """Prints a conversation as it happens and keeps what the report needs of it."""
 
+import unicodedata
 from typing import TextIO
 
 from engine import events
 from engine.events import Event
 
 BAR_WIDTH = 24
+
+
+def printable(text: str) -> str:
+    """`text` without control characters: what a model or a user wrote must not steer the terminal."""
+    return "".join(letter for letter in text if letter in "\n\t" or unicodedata.category(letter) != "Cc")
 
 
 class Transcript:
@@ -52,7 +58,7 @@ class Transcript:
             case events.ReplyStarted():
                 self._write("parley  ")
             case events.TextDelta():
-                self._write(event.text)
+                self._write(printable(event.text))
             case events.ReplyEnded():
                 self._show_reply_end(event)
             case events.Notice():
@@ -86,7 +92,7 @@ class Transcript:
     def _show_user(self, event: events.UserTurnEnded) -> None:
         self.turns[event.turn] = event
         said = f"[{event.start_s:.2f} to {event.end_s:.2f} s]" if event.end_s > event.start_s else ""
-        self._line("you     " + " ".join(part for part in (said, event.text) if part))
+        self._line("you     " + printable(" ".join(part for part in (said, event.text) if part)))
 
     def _show_reply_end(self, event: events.ReplyEnded) -> None:
         self.replies.append(event)

@@ -137,7 +137,7 @@ class Engine:
     def _step_until_stopped(self, pipeline: "Pipeline") -> None:
         """Step every 80 ms in real time, or without a pause where nobody listens; rest when nothing is left."""
         step_s = STEP_MS / 1000
-        due = time.perf_counter()
+        due = time.perf_counter() + step_s  # a step is due when its samples are in
         while not self._stop.is_set():
             for command in self._commands.drain():
                 pipeline.obey(command)

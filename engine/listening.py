@@ -65,7 +65,7 @@ class Listener:
         try:
             return self._take(step, now_s, is_late)
         except (ContextFullError, MediaError) as error:
-            self._drop(str(error))
+            self.drop(str(error))
             self._is_skipping = not step.ends_turn
             return None
 
@@ -75,6 +75,14 @@ class Listener:
             self._conversation.rollback(self._open.mark)
             self._open = None
         self._is_skipping = False
+
+    def drop(self, reason: str) -> None:
+        """Give the message under way up, and say why."""
+        if self._open is None:
+            return
+        self._conversation.rollback(self._open.mark)
+        self._emit(events.UserTurnDropped(self._open.number, reason))
+        self._open = None
 
     def _take(self, step: StepInput, now_s: float, is_late: bool) -> HeardTurn | None:
         if step.opening is not None:
@@ -132,7 +140,7 @@ class Listener:
             self._emit(events.Notice(notice))
         nothing = self._nothing_to_answer(step, turn)
         if nothing is not None:
-            self._drop(nothing)
+            self.drop(nothing)
             return None
         is_image = turn.user is None
         if turn.user is None:
@@ -162,10 +170,3 @@ class Listener:
         if turn.opening.needs_speech and turn.peak < settings.silence_peak:
             return "there was only silence: check that the microphone is not muted, or choose a louder file"
         return None
-
-    def _drop(self, reason: str) -> None:
-        if self._open is None:
-            return
-        self._conversation.rollback(self._open.mark)
-        self._emit(events.UserTurnDropped(self._open.number, reason))
-        self._open = None

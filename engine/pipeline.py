@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.conversation import Conversation
 from engine.events import StageSummary
 from engine.heard import SpeechRate
-from engine.io.media import Picture
+from engine.io.media import MediaError, Picture
 from engine.io.sources import Source, StepInput, TurnOpening
 from engine.io.speaker import Speaker
 from engine.listening import Emit, HeardTurn, Listener
@@ -21,7 +21,7 @@ from engine.timeline import Role
 from engine.trace import TraceWriter
 
 # The part of a step that may be spent on a reply: the rest belongs to listening and to being on time.
-REPLY_SHARE = 0.8
+REPLY_SHARE = 0.95
 
 
 class Pipeline:
@@ -102,7 +102,12 @@ class Pipeline:
     def _ingest(self, is_late: bool) -> None:
         if self._source_ended:
             return
-        step = self._source.read()
+        try:
+            step = self._source.read()
+        except MediaError as error:  # the file broke off in the middle: the conversation goes on with the next turn
+            self._listener.drop(str(error))
+            self._source.skip()
+            return
         if step is None:
             self._source_ended = True
             self._emit(events.Finished())

@@ -50,6 +50,10 @@ class Source(Protocol):
         """Seconds of the present reply after which the user speaks over it; None: lets it finish."""
         ...
 
+    def skip(self) -> None:
+        """Give the present turn up: the next step belongs to the next one."""
+        ...
+
     def close(self) -> None:
         """Release files and devices."""
         ...
@@ -100,6 +104,10 @@ class ScriptSource:
             self._current.close()
             self._current = None
         return step
+
+    def skip(self) -> None:
+        """Give the present turn up: the next step belongs to the next one."""
+        self.close()
 
     def close(self) -> None:
         """Close the files of the present turn."""

@@ -213,3 +213,9 @@ def test_what_the_report_needs_is_kept():
     assert transcript.turns == {1: turn}
     assert transcript.replies == [end]
     assert transcript.summary == summary
+
+
+def test_what_a_model_writes_cannot_steer_the_terminal():
+    from app.transcript import printable
+
+    assert printable("a\x1b[2Jb\r\x07c\nd\té你好") == "a[2Jbc\nd\té你好"

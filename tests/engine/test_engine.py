@@ -13,6 +13,8 @@ import torch
 from engine import Bypass, Engine, EngineConfig, InputConfig, ModelConfig, ScriptSource, ScriptTurn, SpeechConfig
 from engine import events as ev
 from engine.commands import Interrupt, Reset, SendText
+from engine.io.audio_file import AudioReader
+from engine.io.media import MediaError
 from engine.models.talker import Talker
 from engine.models.thinker import Thinker
 from tests.harness import noise
@@ -285,3 +287,20 @@ def test_speech_that_loops_is_cut_and_it_is_said(run, wav, monkeypatch):
     assert reply.reason == "speech loop"
     assert reply.num_codec_frames == 75
     assert any("repeated itself" in notice.text for notice in runner.of(ev.Notice))
+
+
+def test_a_file_that_breaks_off_in_the_middle_costs_its_turn_and_no_more(run, wav, monkeypatch):
+    path = wav(noise(1.2))
+    read, num_read = AudioReader.read, []
+
+    def breaking(reader, num_samples):
+        num_read.append(num_samples)
+        if len(num_read) == 5:
+            raise MediaError.about(path, "the disk is gone", "connect it")
+        return read(reader, num_samples)
+
+    monkeypatch.setattr(AudioReader, "read", breaking)
+    runner = run(ScriptTurn(mic=path), ScriptTurn(mic=path))
+    runner.wait_for(ev.Finished)
+    assert "the disk is gone" in runner.of(ev.UserTurnDropped)[0].reason
+    assert [reply.turn for reply in runner.of(ev.ReplyEnded)] == [2]

@@ -67,14 +67,14 @@ def table(report: "BenchReport") -> str:
         (
             "tokens prefilled in turn 2",
             str(report.prefill_turn_2),
-            _number(report.stock_prefill_turn_2, 0),
             "n/a",
+            f"of a prompt of {report.prompt_turn_2}",
         ),
         (
             "tokens prefilled in turn 10",
             str(report.prefill_turn_10),
-            _number(report.stock_prefill_turn_10, 0),
-            f"{report.prefill_growth:.2f}x turn 2",
+            "n/a",
+            f"of a prompt of {report.prompt_turn_10}; {report.prefill_growth:.2f}x turn 2",
         ),
         (
             "the whole reply, s",

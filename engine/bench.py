@@ -57,11 +57,11 @@ class BenchReport:
     prefill_turn_2: int
     prefill_turn_10: int
     prefill_growth: float
+    prompt_turn_2: int  # the whole prompt of the turn: what a run without a cache computes
+    prompt_turn_10: int
     stock_first_audio_ms: float | None = None
     stock_frame_ms: float | None = None
     stock_code2wav_frame_ms: float | None = None
-    stock_prefill_turn_2: int | None = None
-    stock_prefill_turn_10: int | None = None
     first_audio_ratio: float | None = None
     frame_cost_ratio: float | None = None
     sounding_frame_ratio: float | None = None
@@ -70,6 +70,12 @@ class BenchReport:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    num_computed: int
+    prompt_length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +160,12 @@ class _Bench:
         code2wav_ms = times["code2wav"].total_ms / reply.num_frames
         return _Run(first_token_ms, first_audio_ms, reply_s, frame_ms, code2wav_ms, reply.num_frames, num_samples)
 
-    def prefill_by_turn(self, num_turns: int) -> list[int]:
+    def prefill_by_turn(self, num_turns: int) -> list[_Prefill]:
         """Thinker rows computed for each turn of a conversation, the provisional ones left out."""
         stages = self._stages
         conversation = self._new_conversation(stages)
         limits = ReplyLimits(4, 2, 1)
-        prefills: list[int] = []
+        prefills: list[_Prefill] = []
         for _ in range(num_turns):
             before = stages.metrics.counter("thinker_prefill_tokens")
             turn = UserTurn(conversation, stages, TurnPolicy(is_provisional=False), has_audio=True, has_video=False)
@@ -169,12 +175,12 @@ class _Bench:
             reply = Reply(conversation, stages, limits, lambda: None, is_spoken=True)
             for _ in reply.run():
                 pass
-            prefills.append(stages.metrics.counter("thinker_prefill_tokens") - before)
+            computed = stages.metrics.counter("thinker_prefill_tokens") - before
+            prefills.append(_Prefill(computed, conversation.reply_start))
             conversation.end_reply(reply.token_ids)
-        self._prompt_ids = conversation.timeline.token_ids
         return prefills
 
-    def report(self, runs: list[_Run], silent_runs: list[_Run], prefills: list[int]) -> BenchReport:
+    def report(self, runs: list[_Run], silent_runs: list[_Run], prefills: list[_Prefill]) -> BenchReport:
         """The figures of Parley alone."""
         last = runs[-1]
         spoken_s = statistics.median(run.reply_s for run in runs)
@@ -195,9 +201,11 @@ class _Bench:
             reply_s=spoken_s,
             text_only_reply_s=silent_s,
             bypass_saving=1 - silent_s / spoken_s,
-            prefill_turn_2=prefills[1],
-            prefill_turn_10=prefills[-1],
-            prefill_growth=prefills[-1] / prefills[1],
+            prefill_turn_2=prefills[1].num_computed,
+            prefill_turn_10=prefills[-1].num_computed,
+            prefill_growth=prefills[-1].num_computed / prefills[1].num_computed,
+            prompt_turn_2=prefills[1].prompt_length,
+            prompt_turn_10=prefills[-1].prompt_length,
         )
 
     def against_transformers(self, report: BenchReport, on_progress: Callable[[float, str], None]) -> BenchReport:
@@ -214,14 +222,11 @@ class _Bench:
         decode_ms = self._full_decode_ms()
         stock_frame_ms = statistics.median(frames) / report.reply_frames
         stock_first_ms = statistics.median(totals)
-        turn_tokens = report.prefill_turn_2
         return replace(
             report,
             stock_first_audio_ms=stock_first_ms,
             stock_frame_ms=stock_frame_ms,
             stock_code2wav_frame_ms=decode_ms,
-            stock_prefill_turn_2=2 * turn_tokens,
-            stock_prefill_turn_10=NUM_TURNS * turn_tokens,
             first_audio_ratio=stock_first_ms / report.first_audio_ms,
             frame_cost_ratio=stock_frame_ms / report.frame_ms,
             sounding_frame_ratio=(stock_frame_ms + decode_ms) / (report.frame_ms + report.code2wav_frame_ms),

@@ -127,9 +127,15 @@ def converse(turns: Sequence[ScriptTurn], options: argparse.Namespace) -> int:
         engine.stop()
     for event in engine.poll():
         transcript.take(event)
-    if transcript.failure:
-        print(f"parley: {transcript.failure}", file=sys.stderr)
-        print(f"        what led to it is in {log_file()}", file=sys.stderr)
+    return _conclude(transcript, options)
+
+
+def _conclude(transcript: Transcript, options: argparse.Namespace) -> int:
+    """Print the figures or the failure, write the report, and return the exit code."""
+    if transcript.failure is not None:
+        print(f"parley: {transcript.failure.message}", file=sys.stderr)
+        if transcript.failure.is_fault:
+            print(f"        the details are in {log_file()}", file=sys.stderr)
     if transcript.summary is not None and transcript.replies:
         print_stages(transcript.summary, sys.stdout)
     if options.json is not None and transcript.ready is not None:

@@ -27,7 +27,7 @@ class Transcript:
         self.dropped: list[events.UserTurnDropped] = []
         self.replies: list[events.ReplyEnded] = []
         self.summary: events.Summary | None = None
-        self.failure: str | None = None
+        self.failure: events.Failed | None = None
         self.is_over = False
         self.was_stopped = False
 
@@ -43,7 +43,7 @@ class Transcript:
             case events.Finished():
                 self.is_over = True
             case events.Failed():
-                self.failure = event.message
+                self.failure = event
                 self.is_over = True
             case _:
                 self._take_talk(event)

@@ -160,7 +160,7 @@ def find_checkpoint(name_or_path: str | Path, *, allow_hub: bool) -> Path:
     if (cached := hub.cached_snapshot(name)) is not None:
         return cached
     if not allow_hub:
-        remedy = "download it first and give its folder, or allow the download"
+        remedy = "download it first and give its folder, or allow the download (--hub)"
         raise CheckpointError([Problem(name, "not on this machine, and Parley is not allowed to download it", remedy)])
     try:
         return hub.download_snapshot(name)

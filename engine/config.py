@@ -10,6 +10,10 @@ MAX_FPS = 30
 DEFAULT_PROMPT = "You are Parley, a friendly voice assistant. You hear and see the user. Answer briefly and naturally."
 
 
+class SettingError(ValueError):
+    """A setting that this model or this machine cannot take; its text names the value and the remedy."""
+
+
 class Bypass(Enum):
     """When the Talker is left out and the reply is text only (R19)."""
 

@@ -10,7 +10,7 @@ from engine import events
 from engine.channels import Latest, Mailbox
 from engine.clock import SPEAKER_RATE_HZ, STEP_MS
 from engine.commands import Command
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SettingError
 from engine.events import Event, Failed, Loading, Ready
 from engine.io.media import MediaError, Picture
 from engine.io.sources import Source
@@ -83,11 +83,11 @@ class Engine:
                 pipeline.close()
         except Stopped:
             log.info("stopped while loading")
-        except MediaError as error:
-            self._events.put(Failed("engine", str(error)))
+        except (MediaError, SettingError) as error:
+            self._events.put(Failed("engine", str(error), is_fault=False))
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: report, then stop
             log.exception("engine stopped")
-            self._events.put(Failed("engine", f"{type(error).__name__}: {error}"))
+            self._events.put(Failed("engine", f"{type(error).__name__}: {error}", is_fault=True))
 
     def _build(self) -> "Pipeline":
         self._loader.start()
@@ -189,8 +189,9 @@ class Engine:
 def _load_failure(error: Exception) -> events.Failed:
     """A message for the user; a traceback in the log only where the error is not one we know how to explain."""
     from engine.checkpoint import CheckpointError
+    from engine.loader import DeviceError
 
-    if isinstance(error, CheckpointError | ValueError):
-        return Failed("loader", str(error))
+    if isinstance(error, CheckpointError | DeviceError | ValueError):
+        return Failed("loader", str(error), is_fault=False)
     log.exception("loading failed")
-    return Failed("loader", f"the model could not be loaded ({type(error).__name__}: {error})")
+    return Failed("loader", f"the model could not be loaded ({type(error).__name__}: {error})", is_fault=True)

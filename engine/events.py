@@ -152,10 +152,11 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A thread stopped because of `message`."""
+    """A thread stopped because of `message`. `is_fault`: the fault is Parley's, and the log says more."""
 
     thread: str
     message: str
+    is_fault: bool
 
 
 Event = (

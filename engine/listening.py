@@ -150,7 +150,8 @@ class Listener:
             turn.user.end(step.text)
             media = turn.user.media
         self._open = None
-        end_s = turn.start_s + (turn.duration_s if turn.opening.has_audio or turn.opening.has_video else 0.0)
+        has_length = turn.opening.has_audio or (turn.opening.has_video and not turn.opening.is_still)
+        end_s = turn.start_s + (turn.duration_s if has_length else 0.0)
         self._emit(events.UserTurnEnded(turn.number, turn.start_s, end_s, step.text.strip() or None))
         return HeardTurn(turn.number, self._is_spoken(turn.opening), media, is_image)
 

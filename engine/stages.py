@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SettingError
 from engine.layout import Scribe
 from engine.loader import LoadedModel
 from engine.metrics import Metrics
@@ -122,7 +122,7 @@ def choose_voice(asked: str | None, speakers: dict[str, int]) -> str:
     if asked is None:
         return "ethan" if "ethan" in speakers else next(iter(speakers))
     if asked.lower() not in speakers:
-        raise ValueError(f"this model has no voice {asked!r}; choose one of {', '.join(sorted(speakers))}")
+        raise SettingError(f"this model has no voice {asked!r}; choose one of {', '.join(sorted(speakers))}")
     return asked.lower()
 
 

@@ -19,6 +19,8 @@ READY = events.Ready(
     max_tokens=32768,
 )
 
+GPU_GONE = events.Failed("engine", "the GPU is gone", is_fault=False)
+
 
 class Terminal(io.StringIO):
     def isatty(self):
@@ -200,8 +202,8 @@ def test_the_end_comes_with_finished_or_failed_and_nothing_else():
     transcript.take(events.Finished())
     assert (transcript.is_over, transcript.failure) == (True, None)
     failed = Transcript(io.StringIO())
-    failed.take(events.Failed("engine", "the GPU is gone"))
-    assert (failed.is_over, failed.failure) == (True, "the GPU is gone")
+    failed.take(GPU_GONE)
+    assert (failed.is_over, failed.failure) == (True, GPU_GONE)
 
 
 def test_what_the_report_needs_is_kept():

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig, SettingError
+from engine.config import Bypass, EngineConfig, SettingError
 from engine.layout import Scribe
 from engine.loader import LoadedModel
 from engine.metrics import Metrics
@@ -69,6 +69,7 @@ def build_stages(loaded: LoadedModel, config: EngineConfig, metrics: Metrics) ->
     window_ms = config.input.window_ms or thinker_config.audio_config.n_window_infer * MS_PER_MEL_FRAME
     pictures = PictureConfig.from_checkpoint(loaded.preprocessor)
     thinker = Thinker(model)
+    speaks = model.has_talker and config.speech.bypass is not Bypass.ALWAYS
     sampling = _thinker_sampling(loaded.generation, config.speech.is_greedy)
     preprocessor = loaded.preprocessor
     mel = LogMel(
@@ -80,7 +81,7 @@ def build_stages(loaded: LoadedModel, config: EngineConfig, metrics: Metrics) ->
         vision=VisionEncoder(hf.vision_tower(model), pictures),
         thinker=thinker,
         thinker_sampler=Sampler(sampling, thinker.vocabulary, generator),
-        speech=_build_speech(loaded, scribe, config, generator) if model.has_talker else None,
+        speech=_build_speech(loaded, scribe, config, generator) if speaks else None,
         metrics=metrics,
         window_ms=window_ms,
         seconds_per_grid=pictures.temporal_patch_size / config.input.video_fps,
@@ -119,6 +120,8 @@ def _build_speech(loaded: LoadedModel, scribe: Scribe, config: EngineConfig, gen
 
 def choose_voice(asked: str | None, speakers: dict[str, int]) -> str:
     """The voice to speak with: the one asked for, else Ethan (the released default), else the table's first."""
+    if not speakers:
+        raise SettingError("this model has no voice (its talker_config.speaker_id is empty): ask for text only")
     if asked is None:
         return "ethan" if "ethan" in speakers else next(iter(speakers))
     if asked.lower() not in speakers:

@@ -1,5 +1,7 @@
 """The engine thread: its events, its commands, its end, and what it does with input that is no speech."""
 
+import json
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import Bypass, Engine, EngineConfig, InputConfig, ModelConfig, ScriptSource, ScriptTurn, SpeechConfig
 from engine import events as ev
@@ -304,3 +307,18 @@ def test_a_file_that_breaks_off_in_the_middle_costs_its_turn_and_no_more(run, wa
     runner.wait_for(ev.Finished)
     assert "the disk is gone" in runner.of(ev.UserTurnDropped)[0].reason
     assert [reply.turn for reply in runner.of(ev.ReplyEnded)] == [2]
+
+
+def test_a_model_without_a_voice_answers_in_text(run, wav, tiny_folder, tmp_path):
+    folder = tmp_path / "no voice"
+    shutil.copytree(tiny_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"enable_audio_output": False}))
+    weights = load_file(folder / "model.safetensors")
+    thinker = {name: tensor for name, tensor in weights.items() if name.startswith("thinker.")}
+    save_file(thinker, folder / "model.safetensors", metadata={"format": "pt"})
+    runner = run(ScriptTurn(mic=wav(noise(1.2))), model=str(folder))
+    runner.wait_for(ev.Finished)
+    [reply] = runner.of(ev.ReplyEnded)
+    assert (reply.num_codec_frames, reply.audio_s, len(reply.token_ids)) == (0, 0.0, 12)
+    assert runner.of(ev.Ready)[0].voice is None

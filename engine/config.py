@@ -6,6 +6,7 @@ from pathlib import Path
 
 WINDOWS_MS = (1000, 2000, 4000, 8000)
 MAX_FPS = 30
+MIN_CONTEXT = 128
 
 DEFAULT_PROMPT = "You are Parley, a friendly voice assistant. You hear and see the user. Answer briefly and naturally."
 
@@ -74,6 +75,8 @@ class InputConfig:
             raise ValueError(f"window_ms is {self.window_ms}; choose one of {', '.join(map(str, WINDOWS_MS))}")
         if not 0 < self.video_fps <= MAX_FPS:
             raise ValueError(f"video_fps is {self.video_fps}; it must be above 0 and at most {MAX_FPS}")
+        if self.max_tokens < MIN_CONTEXT:
+            raise ValueError(f"max_tokens is {self.max_tokens}; a conversation needs at least {MIN_CONTEXT}")
         for name in ("provisional_chunks", "stride_chunks", "prefill_rows", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

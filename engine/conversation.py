@@ -18,6 +18,11 @@ from engine.models.thinker import Thinker
 from engine.positions import linear
 from engine.timeline import Modality, Role, Timeline, TimelineMark
 
+# A message of the user is taken only if this many tokens are left for its answer.
+REPLY_ROOM = 64
+# Kept free behind a reply: its last token, and the end of the message.
+CLOSING_ROOM = 8
+
 
 class ContextFullError(RuntimeError):
     """The conversation has no room for what was to be added."""
@@ -129,11 +134,7 @@ class Conversation:
 
         `talker_offsets` are given where the Talker counts otherwise.
         """
-        if self.num_tokens + len(token_ids) > self._max_tokens:
-            raise ContextFullError(
-                f"the conversation holds {self.num_tokens} of {self._max_tokens} tokens and {len(token_ids)} more "
-                "do not fit: start a new conversation"
-            )
+        self._claim(len(token_ids), REPLY_ROOM if self._talker_sees else 0)
         positions = self.timeline.append(token_ids, offsets)
         talker_positions: Tensor | None = None
         if self._talker_sees:
@@ -180,6 +181,14 @@ class Conversation:
             self._talker_state.store.crop(mark.talker_rows)
         del self._waiting[mark.num_waiting :]
         self._hidden = None
+
+    def _claim(self, num_new: int, num_kept_free: int) -> None:
+        """Raise where `num_new` tokens do not fit before the last `num_kept_free` of the context."""
+        if self.num_tokens + num_new > self._max_tokens - num_kept_free:
+            raise ContextFullError(
+                f"the conversation holds {self.num_tokens} of {self._max_tokens} tokens, and {num_new} more do not fit "
+                "with an answer behind them: start a new conversation"
+            )
 
     def _take_pass(self) -> list[Piece]:
         taken: list[Piece] = []
@@ -245,8 +254,7 @@ class Conversation:
     def extend_reply(self, token: Tensor, token_id: int) -> None:
         """Feed the reply's next token, `token` [] on the device."""
         offset = linear(1, self._num_reply_tokens)
-        if self.num_tokens + 1 > self._max_tokens:
-            raise ContextFullError(f"the reply filled the context of {self._max_tokens} tokens: start a new one")
+        self._claim(1, CLOSING_ROOM)
         positions = self.timeline.append([token_id], offset).to(self._thinker.device)
         with self._metrics.span("thinker_decode"):
             self._hidden = self._thinker.decode(self._thinker.embed_token(token), positions, self._thinker_state)

@@ -6,7 +6,7 @@ from engine import events
 from engine.channels import Latest
 from engine.clock import STEP_MS
 from engine.commands import Command, EndTurn, Interrupt, Reset, SendText
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SettingError
 from engine.conversation import Conversation
 from engine.events import StageSummary
 from engine.heard import SpeechRate
@@ -22,6 +22,8 @@ from engine.trace import TraceWriter
 
 # The part of a step that may be spent on a reply: the rest belongs to listening and to being on time.
 REPLY_SHARE = 0.95
+# The part of the context that the system prompt may take.
+SYSTEM_SHARE = 0.5
 
 
 class Pipeline:
@@ -47,8 +49,7 @@ class Pipeline:
             max_tokens=stages.max_tokens,
             prefill_rows=config.input.prefill_rows,
         )
-        if config.system_prompt:
-            self._conversation.write(Role.SYSTEM, stages.scribe.system(config.system_prompt))
+        self._write_system(config.system_prompt)
         self._start = self._conversation.mark()
         self._listener = Listener(self._conversation, stages, config, emit)
         self._trace = self._new_trace()
@@ -59,6 +60,14 @@ class Pipeline:
         self._busy_s = 0.0
         self._spoken_s = 0.0
         self._source_ended = False
+
+    def _write_system(self, prompt: str) -> None:
+        ids = self._stages.scribe.system(prompt) if prompt else []
+        if len(ids) > SYSTEM_SHARE * self._stages.max_tokens:
+            raise SettingError(
+                f"the system prompt takes {len(ids)} of the {self._stages.max_tokens} tokens of the context: shorten it"
+            )
+        self._conversation.write(Role.SYSTEM, ids)
 
     @property
     def is_resting(self) -> bool:

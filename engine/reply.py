@@ -140,15 +140,12 @@ class Reply:
         """Make the reply, piece by piece. Speech goes before the rest of the text."""
         self._conversation.begin_reply()
         self._stages.thinker_sampler.reset(self._conversation.timeline.token_ids)
-        try:
+        yield from self._next_token()
+        if self.token_ids and self._speech is not None:
+            yield from self._speak(self._speech)
+        self.speech_ended = True
+        while not self._text_ended:
             yield from self._next_token()
-            if self.token_ids and self._speech is not None:
-                yield from self._speak(self._speech)
-            self.speech_ended = True
-            while not self._text_ended:
-                yield from self._next_token()
-        except ContextFullError:
-            self.end_reason = EndReason.CONTEXT_FULL
         if not self.token_ids:
             self.end_reason = EndReason.EMPTY
 
@@ -156,7 +153,12 @@ class Reply:
 
     def _next_token(self) -> Iterator[TextToken]:
         if self._num_fed < len(self._tokens):
-            self._conversation.extend_reply(self._tokens[-1], self.token_ids[-1])
+            try:
+                self._conversation.extend_reply(self._tokens[-1], self.token_ids[-1])
+            except ContextFullError:  # what is written is still spoken
+                self.end_reason = EndReason.CONTEXT_FULL
+                self._end_text(len(self.token_ids))
+                return
             self._num_fed += 1
         with self._stages.metrics.span("thinker_head"):
             token = self._stages.thinker_sampler(self._conversation.reply_logits())

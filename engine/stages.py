@@ -103,7 +103,7 @@ def _build_speech(loaded: LoadedModel, scribe: Scribe, config: EngineConfig, gen
     suppressed = tuple(token for token in specials if token != end)
     params = _talker_sampling(loaded.generation, speech.is_greedy, suppressed)
     # The predictor samples when the Talker does (modeling_qwen3_omni_moe.py, `_prepare_generation_config`).
-    predictor = SamplingParams(not speech.is_greedy, top_k=PREDICTOR_TOP_K, top_p=PREDICTOR_TOP_P)
+    predictor = SamplingParams(params.do_sample, top_k=PREDICTOR_TOP_K, top_p=PREDICTOR_TOP_P)
     speakers = {name.lower(): number for name, number in (talker_config.speaker_id or {}).items()}
     voice = choose_voice(speech.voice, speakers)
     return Speech(

@@ -322,3 +322,36 @@ def test_a_model_without_a_voice_answers_in_text(run, wav, tiny_folder, tmp_path
     [reply] = runner.of(ev.ReplyEnded)
     assert (reply.num_codec_frames, reply.audio_s, len(reply.token_ids)) == (0, 0.0, 12)
     assert runner.of(ev.Ready)[0].voice is None
+
+
+@pytest.mark.parametrize("bypass", [Bypass.AUTO, Bypass.NEVER])
+def test_a_reply_that_fills_the_context_ends_tidily(run, bypass):
+    speech = SpeechConfig(is_greedy=True, max_text_tokens=1000, max_frames=200, stops_loops=False, bypass=bypass)
+    runner = run(speech=speech, input=InputConfig(max_tokens=160))
+    runner.engine.send(SendText("hello there"))
+    [reply] = runner.wait_for(ev.ReplyEnded)
+    if reply.num_codec_frames:
+        assert reply.audio_s == pytest.approx((reply.num_codec_frames * 1920 - 555) / 24000)  # all was decoded
+    assert any("conversation is full" in notice.text for notice in runner.of(ev.Notice)) or bypass is Bypass.NEVER
+    assert reply.reason in ("context full", "speech limit")
+    assert runner.wait_for(ev.ContextUsed)[0].num_tokens <= 160
+    runner.engine.send(SendText("and now"))
+    [dropped] = runner.wait_for(ev.UserTurnDropped)
+    assert "start a new conversation" in dropped.reason
+    runner.engine.send(Reset())
+    runner.engine.send(SendText("hello there"))
+    assert runner.wait_for(ev.ReplyEnded, 2)[1].token_ids == reply.token_ids
+
+
+def test_a_message_is_taken_only_if_its_answer_has_room(run):
+    runner = run(input=InputConfig(max_tokens=160))
+    runner.engine.send(SendText("hello " * 60))
+    [dropped] = runner.wait_for(ev.UserTurnDropped)
+    assert "do not fit" in dropped.reason
+
+
+def test_a_system_prompt_that_fills_the_context_is_named(run):
+    runner = run(system_prompt="talk " * 400, input=InputConfig(max_tokens=160))
+    [failed] = runner.wait_for(ev.Failed)
+    assert "system prompt" in failed.message
+    assert not failed.is_fault

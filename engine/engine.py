@@ -169,6 +169,7 @@ class Engine:
         self._wake.set()
 
     def _load_model(self, on_progress: Callable[[float, str], None]) -> "LoadedModel":
+        on_progress(0.0, "Starting the engine")
         from engine.bundled import bundled_checkpoint
         from engine.checkpoint import find_checkpoint
         from engine.loader import load_model

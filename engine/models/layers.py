@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.models import host_step
 from engine.models.host_step import HostGatedMlp, HostMoe
 
 
@@ -83,6 +84,7 @@ class MoeMlp:
         self._top_k: int = module.gate.top_k
         self._normalize: bool = module.gate.norm_topk_prob
         self._experts = module.experts
+        self._on_host = host_step.runs_on_host(self._router.dtype, self._router.device)
         shared = getattr(module, "shared_expert", None)
         self._shared = None if shared is None else GatedMlp(shared)
         self._shared_gate = None if shared is None else module.shared_expert_gate.weight
@@ -90,8 +92,10 @@ class MoeMlp:
     def __call__(self, x: Tensor) -> Tensor:
         """Apply to `x` [n, H]."""
         weights, chosen = self._route(x)
-        if x.shape[0] > 1:
-            out: Tensor = self._experts(x, chosen, weights)
+        if x.shape[0] > 1 and self._on_host:
+            out = self._rows_on_host(x, weights, chosen)
+        elif x.shape[0] > 1:
+            out = self._experts(x, chosen, weights)
         else:
             out = self._one_token(x, weights, chosen)
         if self._shared is not None and self._shared_gate is not None:
@@ -110,6 +114,24 @@ class MoeMlp:
         if self._normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights.to(x.dtype), chosen
+
+    def _rows_on_host(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Several rows on a CPU: sorted by expert once, so that each expert works on a slice."""
+        by_expert = chosen.flatten().argsort(stable=True)  # [n * k]
+        rows = by_expert // self._top_k
+        counts = chosen.flatten().bincount(minlength=len(self._experts.gate_up_proj)).tolist()
+        sorted_x = x[rows]
+        parts = torch.empty_like(sorted_x)
+        start = 0
+        for expert, count in enumerate(counts):
+            if count == 0:
+                continue
+            end = start + count
+            gate, up = F.linear(sorted_x[start:end], self._experts.gate_up_proj[expert]).chunk(2, dim=-1)
+            parts[start:end] = F.linear(F.silu(gate) * up, self._experts.down_proj[expert])
+            start = end
+        parts *= weights.flatten()[by_expert][:, None]
+        return torch.zeros_like(x).index_add_(0, rows, parts)
 
     def _one_token(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Gather the chosen experts on the device: no host round trip, and the form a graph can capture."""

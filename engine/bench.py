@@ -4,7 +4,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,9 @@ from engine.user_turn import TurnPolicy, UserTurn
 
 FRAMES_PER_S = 1000 / STEP_MS
 TEXT_TOKENS_PER_S = 3.5  # of spoken English
-NUM_RUNS, NUM_STOCK_RUNS, NUM_TURNS = 5, 2, 10
+NUM_ROUNDS, NUM_TURNS = 4, 10
 FRAME_SPANS = ("talker_head", "code_predictor", "talker_step")
-NUM_DECODE_RUNS = 5
+NUM_DECODE_RUNS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,26 @@ class _Run:
     num_samples: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Stock:
+    first_audio_ms: float
+    frame_ms: float
+    code2wav_frame_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Measured close together: two runs of Parley around one of transformers, and one without speech."""
+
+    runs: tuple[_Run, _Run]
+    silent: _Run
+    stock: _Stock | None
+
+    def mean(self, name: str) -> float:
+        """Mean of the field `name` of both runs."""
+        return float(statistics.mean(getattr(run, name) for run in self.runs))
+
+
 def run_bench(
     model: ModelConfig,
     question: Path,
@@ -110,16 +131,14 @@ def run_bench(
     num_tokens, num_frames = max(2, round(reply_s * TEXT_TOKENS_PER_S)), round(reply_s * FRAMES_PER_S)
     limits = ReplyLimits(num_tokens, num_frames, SpeechConfig().decode_frames)
     bench = _Bench(loaded, samples, limits)
-    on_progress(0.2, "measuring Parley")
-    runs = [bench.converse() for _ in range(NUM_RUNS + 1)][1:]  # the first warms up
-    silent_runs = [bench.converse(is_spoken=False) for _ in range(NUM_RUNS)]
-    on_progress(0.4, "measuring ten turns")
+    on_progress(0.2, "measuring ten turns")
     prefills = bench.prefill_by_turn(NUM_TURNS)
-    report = bench.report(runs, silent_runs, prefills)
-    if not against_transformers:
-        return report
-    on_progress(0.5, "measuring transformers")
-    return bench.against_transformers(report, on_progress)
+    bench.warm_up(with_stock=against_transformers)
+    rounds: list[_Round] = []
+    for number in range(NUM_ROUNDS):
+        on_progress(0.3 + 0.7 * number / NUM_ROUNDS, f"measuring, round {number + 1} of {NUM_ROUNDS}")
+        rounds.append(bench.round(with_stock=against_transformers))
+    return bench.report(rounds, prefills)
 
 
 class _Bench:
@@ -180,11 +199,23 @@ class _Bench:
             conversation.end_reply(reply.token_ids)
         return prefills
 
-    def report(self, runs: list[_Run], silent_runs: list[_Run], prefills: list[_Prefill]) -> BenchReport:
-        """The figures of Parley alone."""
-        last = runs[-1]
-        spoken_s = statistics.median(run.reply_s for run in runs)
-        silent_s = statistics.median(run.reply_s for run in silent_runs)
+    def warm_up(self, *, with_stock: bool) -> None:
+        """Leave first-touch costs behind."""
+        self.converse()
+        if with_stock:
+            self._generate(ReplyLimits(2, 2, 1))
+
+    def round(self, *, with_stock: bool) -> _Round:
+        """Parley, transformers and Parley again, close together: what slows the machine down slows all of them."""
+        before = self.converse()
+        silent = self.converse(is_spoken=False)
+        stock = self._stock() if with_stock else None
+        return _Round((before, self.converse()), silent, stock)
+
+    def report(self, rounds: list[_Round], prefills: list[_Prefill]) -> BenchReport:
+        """Medians over the rounds; ratios are taken within each."""
+        runs = [run for round_ in rounds for run in round_.runs]
+        stocks = [round_.stock for round_ in rounds if round_.stock is not None]
         return BenchReport(
             model=str(self._loaded.info.folder),
             device=str(self._loaded.device),
@@ -192,49 +223,41 @@ class _Bench:
             cpu=cpu_name(),
             threads=torch.get_num_threads(),
             question_s=mic_seconds(len(self._samples)),
-            reply_frames=last.num_frames,
+            reply_frames=runs[-1].num_frames,
             first_token_ms=statistics.median(run.first_token_ms for run in runs),
             first_audio_ms=statistics.median(run.first_audio_ms for run in runs),
             frame_ms=statistics.median(run.frame_ms for run in runs),
             code2wav_frame_ms=statistics.median(run.code2wav_frame_ms for run in runs),
             rtf=statistics.median(run.reply_s / speaker_seconds(run.num_samples) for run in runs),
-            reply_s=spoken_s,
-            text_only_reply_s=silent_s,
-            bypass_saving=1 - silent_s / spoken_s,
+            reply_s=statistics.median(run.reply_s for run in runs),
+            text_only_reply_s=statistics.median(round_.silent.reply_s for round_ in rounds),
+            bypass_saving=statistics.median(1 - r.silent.reply_s / r.mean("reply_s") for r in rounds),
             prefill_turn_2=prefills[1].num_computed,
             prefill_turn_10=prefills[-1].num_computed,
             prefill_growth=prefills[-1].num_computed / prefills[1].num_computed,
             prompt_turn_2=prefills[1].prompt_length,
             prompt_turn_10=prefills[-1].prompt_length,
+            stock_first_audio_ms=_median(stock.first_audio_ms for stock in stocks),
+            stock_frame_ms=_median(stock.frame_ms for stock in stocks),
+            stock_code2wav_frame_ms=_median(stock.code2wav_frame_ms for stock in stocks),
+            first_audio_ratio=_median(s.first_audio_ms / r.mean("first_audio_ms") for r, s in _pairs(rounds)),
+            frame_cost_ratio=_median(s.frame_ms / r.mean("frame_ms") for r, s in _pairs(rounds)),
+            sounding_frame_ratio=_median(
+                (s.frame_ms + s.code2wav_frame_ms) / (r.mean("frame_ms") + r.mean("code2wav_frame_ms"))
+                for r, s in _pairs(rounds)
+            ),
+            code2wav_ratio=_median(r.mean("code2wav_frame_ms") / s.code2wav_frame_ms for r, s in _pairs(rounds)),
         )
 
-    def against_transformers(self, report: BenchReport, on_progress: Callable[[float, str], None]) -> BenchReport:
-        """Add what stock transformers needs for the same reply, and the ratios."""
-        totals: list[float] = []
-        frames: list[float] = []
-        self._generate(frames, ReplyLimits(2, 2, 1))  # warms up
-        frames.clear()
-        for run in range(NUM_STOCK_RUNS):
-            on_progress(0.5 + 0.4 * run / NUM_STOCK_RUNS, f"measuring transformers, run {run + 1} of {NUM_STOCK_RUNS}")
-            began = time.perf_counter()
-            self._generate(frames, self._limits)
-            totals.append(1000 * (time.perf_counter() - began))
-        decode_ms = self._full_decode_ms()
-        stock_frame_ms = statistics.median(frames) / report.reply_frames
-        stock_first_ms = statistics.median(totals)
-        return replace(
-            report,
-            stock_first_audio_ms=stock_first_ms,
-            stock_frame_ms=stock_frame_ms,
-            stock_code2wav_frame_ms=decode_ms,
-            first_audio_ratio=stock_first_ms / report.first_audio_ms,
-            frame_cost_ratio=stock_frame_ms / report.frame_ms,
-            sounding_frame_ratio=(stock_frame_ms + decode_ms) / (report.frame_ms + report.code2wav_frame_ms),
-            code2wav_ratio=report.code2wav_frame_ms / decode_ms,
-        )
+    def _stock(self) -> _Stock:
+        """What stock transformers needs for the same reply."""
+        began = time.perf_counter()
+        talker_ms = self._generate(self._limits)
+        first_audio_ms = 1000 * (time.perf_counter() - began)
+        return _Stock(first_audio_ms, talker_ms / self._limits.max_frames, self._full_decode_ms())
 
-    def _generate(self, talker_ms: list[float], limits: ReplyLimits) -> None:
-        """Stock `generate()` for the same prompt and a reply of the same length; appends the Talker's time."""
+    def _generate(self, limits: ReplyLimits) -> float:
+        """Stock `generate()` for the same prompt and a reply of the same length; returns the Talker's time in ms."""
         model, config = self._loaded.model, self._loaded.model.config
         layout = self._stages.scribe.layout
         features, mask = hf.stock_features(self._samples, self._loaded.preprocessor)
@@ -250,34 +273,40 @@ class _Bench:
         prompt = torch.tensor([ids], device=self._loaded.device)
         vocabulary = config.talker_config.text_config.vocab_size
         generate = model.talker.generate
+        talker_ms = 0.0
 
         def timed(*arguments: Any, **options: Any) -> Any:
+            nonlocal talker_ms
             began = time.perf_counter()
             result = generate(*arguments, **options)
-            talker_ms.append(1000 * (time.perf_counter() - began))
+            talker_ms = 1000 * (time.perf_counter() - began)
             return result
 
         model.talker.generate = timed
         try:
-            model.generate(
-                input_ids=prompt,
-                attention_mask=torch.ones_like(prompt),
-                input_features=features.to(self._loaded.device, self._loaded.dtype),
-                feature_attention_mask=mask.to(self._loaded.device),
-                speaker=self._speech.voice,
-                thinker_max_new_tokens=limits.max_text_tokens,
-                thinker_min_new_tokens=limits.max_text_tokens,
-                thinker_do_sample=False,
-                thinker_eos_token_id=config.im_end_token_id,
-                talker_max_new_tokens=limits.max_frames + 1,
-                talker_do_sample=False,
-                talker_temperature=None,
-                talker_top_k=None,
-                talker_top_p=None,
-                talker_suppress_tokens=list(range(vocabulary - 1024, vocabulary)),
-            )
+            # It notes that the penalty applies to generated codes only, which is what is wanted.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                model.generate(
+                    input_ids=prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    input_features=features.to(self._loaded.device, self._loaded.dtype),
+                    feature_attention_mask=mask.to(self._loaded.device),
+                    speaker=self._speech.voice,
+                    thinker_max_new_tokens=limits.max_text_tokens,
+                    thinker_min_new_tokens=limits.max_text_tokens,
+                    thinker_do_sample=False,
+                    thinker_eos_token_id=config.im_end_token_id,
+                    talker_max_new_tokens=limits.max_frames + 1,
+                    talker_do_sample=False,
+                    talker_temperature=None,
+                    talker_top_k=None,
+                    talker_top_p=None,
+                    talker_suppress_tokens=list(range(vocabulary - 1024, vocabulary)),
+                )
         finally:
             del model.talker.generate
+        return talker_ms
 
     def _full_decode_ms(self) -> float:
         """One call of the stock Code2Wav over all frames, per frame."""
@@ -309,6 +338,19 @@ class _Bench:
     def _pieces(self) -> Iterator[torch.Tensor]:
         for start in range(0, len(self._samples), MIC_STEP):
             yield torch.from_numpy(self._samples[start : start + MIC_STEP])
+
+
+def _median(values: Iterable[float]) -> float | None:
+    """The median, or None where nothing was measured."""
+    found = list(values)
+    return statistics.median(found) if found else None
+
+
+def _pairs(rounds: list[_Round]) -> Iterator[tuple[_Round, _Stock]]:
+    """Each round with what transformers needed in it."""
+    for round_ in rounds:
+        if round_.stock is not None:
+            yield round_, round_.stock
 
 
 def _endless(stages: Stages) -> Stages:

@@ -31,6 +31,7 @@ def report(transcript: Transcript) -> dict[str, Any]:
         "counters": {} if summary is None else dict(summary.counters),
         "rtf": None if summary is None else summary.rtf,
         "model": None if ready is None else ready.model,
+        "model_fingerprint": None if ready is None else ready.fingerprint,
         "device": None if ready is None else ready.device,
         "dtype": None if ready is None else ready.dtype,
     }

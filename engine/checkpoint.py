@@ -27,7 +27,6 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {
 _MAX_HEADER_BYTES: Final = 100_000_000  # the format's own limit
 _LFS_MAGIC: Final = b"version https://git-lfs"
 _PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_READ_BYTES: Final = 1 << 20
 
 _COPY: Final = "copy it from the checkpoint's source"
 _AGAIN: Final = "fetch the file again"
@@ -120,7 +119,7 @@ class CheckpointInfo:
     """What is known of a sound checkpoint before it is loaded.
 
     `dtypes` counts the parameters of each type, the commonest first. `speakers` is empty where there is no Talker.
-    `fingerprint` tells checkpoints apart by headers and sizes; only `content_hash` sees the values.
+    `fingerprint` tells checkpoints apart by their headers and sizes; it does not see the values.
     """
 
     folder: Path
@@ -132,16 +131,6 @@ class CheckpointInfo:
     speakers: tuple[str, ...]
     has_speech: bool
     fingerprint: str
-
-    def content_hash(self) -> str:
-        """Hash of the configuration, the tokenizer and every weight: reads all of them, minutes for 70 GB."""
-        digest = hashlib.sha256()
-        for name in sorted({*self.shards, *_small_files(self.folder)}):
-            digest.update(f"{name}\0{(self.folder / name).stat().st_size}\0".encode())
-            with (self.folder / name).open("rb") as file:
-                while block := file.read(_READ_BYTES):
-                    digest.update(block)
-        return digest.hexdigest()
 
 
 def find_checkpoint(name_or_path: str | Path, *, allow_hub: bool) -> Path:

@@ -20,8 +20,3 @@ def mic_seconds(num_samples: int) -> float:
 def speaker_seconds(num_samples: int) -> float:
     """Duration of `num_samples` of speech."""
     return num_samples / SPEAKER_RATE_HZ
-
-
-def step_seconds(step: int) -> float:
-    """Engine time at the start of `step`."""
-    return step * STEP_MS / 1000

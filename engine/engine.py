@@ -113,6 +113,7 @@ class Engine:
         self._events.put(
             Ready(
                 model=str(outcome.info.folder),
+                fingerprint=outcome.info.fingerprint,
                 is_untrained=is_untrained(outcome.info.folder),
                 device=str(outcome.device),
                 dtype=str(outcome.dtype).removeprefix("torch."),

@@ -13,9 +13,13 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine can converse. `is_untrained`: the weights are random, and so is what it says."""
+    """The engine can converse. `is_untrained`: the weights are random, and so is what it says.
+
+    `fingerprint` tells checkpoints apart by the headers and sizes of their files.
+    """
 
     model: str
+    fingerprint: str
     is_untrained: bool
     device: str
     dtype: str

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from engine.channels import Samples
-from engine.clock import MIC_RATE_HZ, MIC_STEP, STEP_MS
+from engine.clock import MIC_STEP, STEP_MS
 from engine.io.audio_file import AudioReader
 from engine.io.media import Closing, MediaError, Picture
 from engine.io.video_file import VideoReader
@@ -214,8 +214,3 @@ class PictureSampler:
 def audible_peak(samples: Samples) -> float:
     """Largest magnitude of `samples`, full scale being 1."""
     return float(np.abs(samples).max()) if len(samples) else 0.0
-
-
-def step_duration_s(num_samples: int) -> float:
-    """Length of a step that brought `num_samples`; a whole step where there was no microphone."""
-    return num_samples / MIC_RATE_HZ if num_samples else STEP_MS / 1000

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -32,8 +31,3 @@ class StreamState:
     def reset(self) -> None:
         """Return to the state that `init_state` made."""
         raise NotImplementedError
-
-
-def inference(function):  # type: ignore[no-untyped-def]
-    """Decorate a stage's entry point: no autograd graph is ever kept."""
-    return torch.no_grad()(function)

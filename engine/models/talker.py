@@ -18,8 +18,6 @@ from engine.models.decoder import Decoder, SequenceState
 from engine.models.graphs import CapturedCall
 from engine.models.sampling import Sampler
 
-NUM_START_ROWS = 9
-
 
 class _Projection:
     """Two linear layers from the Thinker's width to the Talker's."""

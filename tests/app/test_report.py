@@ -7,14 +7,14 @@ from app.report import print_stages, report, write_json, write_report
 from app.transcript import Transcript
 from engine import events
 
-TOP = {"turns", "dropped", "stages", "counters", "rtf", "model", "device", "dtype"}
+TOP = {"turns", "dropped", "stages", "counters", "rtf", "model", "model_fingerprint", "device", "dtype"}
 REPLY = {
     "text", "heard_text", "token_ids", "num_codec_frames", "codec_sha256", "audio_s", "heard_s",
     "first_token_ms", "first_audio_ms", "interrupted", "end_reason",
 }  # fmt: skip
 STAGE = {"num_calls", "total_ms", "p50_ms", "p95_ms", "p99_ms", "max_ms"}
 
-READY = events.Ready("/models/mini", False, "cpu", "float32", "why", 10, "ethan", ("ethan",), 8000, 32768)
+READY = events.Ready("/models/mini", "f00d", False, "cpu", "float32", "why", 10, "ethan", ("ethan",), 8000, 32768)
 SUMMARY = events.Summary(
     stages=(
         events.StageSummary("thinker", 7, 70.0, 9.0, 11.0, 12.0, 13.5),

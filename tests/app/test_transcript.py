@@ -8,6 +8,7 @@ from engine import events
 
 READY = events.Ready(
     model="/models/mini",
+    fingerprint="f00d",
     is_untrained=False,
     device="cpu",
     dtype="float32",

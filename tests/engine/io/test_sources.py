@@ -8,7 +8,7 @@ from PIL import Image
 
 from engine.clock import MIC_RATE_HZ, MIC_STEP, STEP_MS
 from engine.io.media import MediaError, Picture
-from engine.io.sources import PictureSampler, ScriptSource, ScriptTurn, TurnOpening, audible_peak, step_duration_s
+from engine.io.sources import PictureSampler, ScriptSource, ScriptTurn, TurnOpening, audible_peak
 
 MILLISECOND = Fraction(1, 1000)
 STEP_S = STEP_MS / 1000
@@ -283,9 +283,3 @@ def test_how_often_time_is_told_does_not_matter():
 @pytest.mark.parametrize(("samples", "peak"), [([], 0.0), ([0.0, 0.0], 0.0), ([0.1, -0.4, 0.2], 0.4), ([-1.0], 1.0)])
 def test_the_peak_is_the_largest_magnitude(samples, peak):
     assert audible_peak(np.array(samples, dtype=np.float32)) == pytest.approx(peak)
-
-
-def test_a_step_lasts_as_long_as_its_sound_or_80_ms():
-    assert step_duration_s(MIC_STEP) == STEP_S
-    assert step_duration_s(320) == 0.02
-    assert step_duration_s(0) == STEP_S

@@ -61,6 +61,7 @@ class Mark:
     thinker_rows: int
     talker_rows: int
     num_waiting: int
+    longest_sound_chunk: int
 
 
 class Conversation:
@@ -89,6 +90,7 @@ class Conversation:
         self._hidden: Tensor | None = None  # [1, H]: after the last prefilled row
         self._reply_start: Mark | None = None
         self._num_reply_tokens = 0
+        self.longest_sound_chunk = 0  # mel frames; the encoder pads shorter sounds up to it
         self.eager_talker = True  # prefill the Talker at once, because the reply will be spoken
 
     @property
@@ -168,7 +170,12 @@ class Conversation:
             self._prefill_talker()
         talker_rows = self._talker_state.store.length if self._talker_state else 0
         return Mark(
-            self.timeline.mark(), self.talker_timeline.mark(), self.num_prefilled, talker_rows, len(self._waiting)
+            self.timeline.mark(),
+            self.talker_timeline.mark(),
+            self.num_prefilled,
+            talker_rows,
+            len(self._waiting),
+            self.longest_sound_chunk,
         )
 
     def rollback(self, mark: Mark) -> None:
@@ -180,6 +187,7 @@ class Conversation:
         if self._talker_state is not None:
             self._talker_state.store.crop(mark.talker_rows)
         del self._waiting[mark.num_waiting :]
+        self.longest_sound_chunk = mark.longest_sound_chunk
         self._hidden = None
 
     def _claim(self, num_new: int, num_kept_free: int) -> None:
@@ -293,7 +301,7 @@ class Conversation:
             start.thinker.num_segments + (1 if num_fed else 0),
             start.thinker.next_position + num_fed,
         )
-        self.rollback(Mark(keep, start.talker, start.thinker_rows + num_fed, start.talker_rows, start.num_waiting))
+        self.rollback(replace(start, thinker=keep, thinker_rows=start.thinker_rows + num_fed))
         self._reply_start = None
         self.write(Role.ASSISTANT, [*heard[num_fed:], *self._scribe.layout.message_end])
 

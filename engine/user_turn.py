@@ -64,7 +64,9 @@ class UserTurn:
     ) -> None:
         self._conversation, self._stages, self._policy = conversation, stages, policy
         self._has_audio, self._has_video = has_audio, has_video
-        self._audio_state: AudioEncoderState | None = stages.audio.init_state() if has_audio else None
+        self._audio_state: AudioEncoderState | None = (
+            stages.audio.init_state(conversation.longest_sound_chunk) if has_audio else None
+        )
         self._vision_state: VisionState | None = stages.vision.init_state() if has_video else None
         self._features = _Features()  # final audio features
         self._grids: list[VisionFeatures] = []
@@ -189,6 +191,7 @@ class UserTurn:
             if end.num_kept_tokens < self._features.length:
                 self._return_to(end.num_kept_tokens)
             self._features.append(end.features)
+            self._conversation.longest_sound_chunk = self._stages.audio.longest_chunk(self._audio_state)
         self._cursor = self._append_runs(self._features, is_complete=True)
 
     def _end_of_audio(self, state: AudioEncoderState) -> AudioEnd:

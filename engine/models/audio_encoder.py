@@ -49,6 +49,8 @@ class AudioEncoderState(StreamState):
     mel: LogMelState
     raw: Tensor
     convolved: Tensor
+    # Frames of the longest chunk of the sounds before this one in the prompt: shorter ones are padded up to it.
+    longest_before: int = 0
     num_open_frames: int = 0
     floors: list[Floor] = field(default_factory=list)
     closed: list[ClosedWindow] = field(default_factory=list)
@@ -96,12 +98,16 @@ class AudioEncoder:
         self._weight = tower.get_parameter("conv_out.weight")  # [width, ...]: tells width, device and dtype
         self._num_features = tower.get_parameter("proj2.weight").shape[0]
 
-    def init_state(self) -> AudioEncoderState:
-        """The state before the first sample of an utterance."""
+    def init_state(self, longest_before: int = 0) -> AudioEncoderState:
+        """The state before the first sample of an utterance.
+
+        `longest_before` is the `longest_chunk` of the earlier sounds in the prompt: the tower pads all chunks of a
+        prompt to the longest, so a sound of less than a second is encoded otherwise after a longer one.
+        """
         raw = torch.zeros(self.mel.num_mel, self.window_frames)
         num_chunks = self.window_frames // self.chunk_frames
         convolved = self._weight.new_zeros(num_chunks, self.tokens_per_chunk, self._weight.shape[0])
-        return AudioEncoderState(self.mel.init_state(), raw, convolved)
+        return AudioEncoderState(self.mel.init_state(), raw, convolved, longest_before)
 
     @torch.no_grad()
     def step(self, samples: Tensor, state: AudioEncoderState) -> Tensor:
@@ -135,6 +141,10 @@ class AudioEncoder:
         features = [self._encode_closed(window.raw, maximum) for window in state.closed[first:]]
         features.append(self._encode_open(tail, maximum, state))
         return AudioEnd(first * self.num_tokens(self.window_frames), torch.cat(features))
+
+    def longest_chunk(self, state: AudioEncoderState) -> int:
+        """Mel frames of the longest chunk of the prompt so far, this utterance included."""
+        return max(state.longest_before, min(self.chunk_frames, state.num_samples // self.mel.hop))
 
     def num_tokens(self, num_mel_frames: int) -> int:
         """Tokens that `num_mel_frames` of one utterance become."""
@@ -179,7 +189,8 @@ class AudioEncoder:
         if num_frames > num_full * self.chunk_frames:
             held = state.raw[:, num_full * self.chunk_frames : state.num_open_frames]
             is_only_chunk = state.mel.num_frames + tail.shape[1] <= self.chunk_frames
-            rest = self._convolve(normalize(torch.cat([held, tail], dim=1), maximum), is_padded=not is_only_chunk)
+            padded_to = state.longest_before if is_only_chunk else self.chunk_frames
+            rest = self._convolve(normalize(torch.cat([held, tail], dim=1), maximum), padded_to)
             hidden = torch.cat([hidden, rest])
         return self._attend(hidden)
 
@@ -194,16 +205,16 @@ class AudioEncoder:
         state.convolved[index] = self._convolve(normalize(raw, maximum))
         return Floor(float(raw.min()), maximum)
 
-    def _convolve(self, mel: Tensor, *, is_padded: bool = False) -> Tensor:
+    def _convolve(self, mel: Tensor, padded_to: int = 0) -> Tensor:
         """Tokens [n, width], with positions, of one chunk of `mel` [num_mel, at most chunk_frames].
 
-        The tower pads a short chunk with zeros up to the longest of the utterance: to a full chunk, unless it is
-        the only one. It must be so here too, as the zeros leak through the biases into the last tokens.
+        The tower pads a short chunk with zeros up to the longest of the prompt: to a full chunk, unless there is
+        none. It must be so here too, as the zeros leak through the biases into the last tokens.
         """
         num_frames = mel.shape[1]
         assert num_frames <= self.chunk_frames, num_frames
-        if is_padded:
-            mel = functional.pad(mel, (0, self.chunk_frames - num_frames))
+        if num_frames < padded_to:
+            mel = functional.pad(mel, (0, padded_to - num_frames))
         hidden = mel[None, None].to(self._weight)
         for convolution in self._convolutions:
             hidden = functional.gelu(convolution(hidden))

@@ -455,3 +455,13 @@ def test_at_the_end_of_a_turn_only_the_open_window_is_left_to_prefill(loaded, ki
     left = metrics.counter("thinker_prefill_tokens") - seen[0]
     one_second = 13 + driver.stages.spatial_merge * 3  # of sound, and a grid of 2 x 3 tokens
     assert left <= one_second + 10, f"{left} of {driver.conversation.num_prefilled} rows came after the turn's end"
+
+
+@pytest.mark.parametrize("seconds", [(2.1, 0.5), (0.7, 0.5), (0.5, 0.45, 0.3), (1.2, 0.9, 2.0, 0.35)])
+def test_a_short_sound_after_longer_ones_equals_a_fresh_run(loaded, stages, seconds):
+    driver = Driver(stages)
+    for turn, length in enumerate(seconds):
+        driver.say(noise(length, seed=turn))
+        made = driver.reply()
+        assert_equal(made, offline(loaded, driver, made))
+        driver.conversation.end_reply(made.text_ids[:5])

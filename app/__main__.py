@@ -11,6 +11,7 @@ from typing import Any
 
 from app import bench, doctor, talk
 from app.logs import start_log
+from engine import WINDOWS_MS
 
 DESCRIPTION = "Parley: live conversation with an omni-modal model that hears, sees and speaks."
 TALK_HELP = """\
@@ -100,9 +101,7 @@ def _add_reply_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-frames", type=_positive, default=4095, metavar="N", help="longest speech, frames of 80 ms (4095)"
     )
-    group.add_argument(
-        "--window-ms", type=int, choices=(1000, 2000, 4000, 8000), help="audio encoder window (the checkpoint's)"
-    )
+    group.add_argument("--window-ms", type=int, choices=WINDOWS_MS, help="audio encoder window (the checkpoint's)")
     group.add_argument(
         "--running-floor",
         action="store_true",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.checkpoint import CheckpointError
-from engine.config import Bypass, EngineConfig, InputConfig, ModelConfig, SpeechConfig
+from engine.config import WINDOWS_MS, Bypass, EngineConfig, InputConfig, ModelConfig, SpeechConfig
 from engine.doctor import Check, examine
 from engine.engine import Engine
 from engine.io.media import MediaError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from engine.bench import BenchReport
 
 __all__ = [
+    "WINDOWS_MS",
     "BenchReport",
     "Bypass",
     "Check",

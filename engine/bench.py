@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.bundled import bundled_checkpoint
-from engine.checkpoint import find_checkpoint
+from engine.bundled import locate
 from engine.clock import MIC_STEP, STEP_MS, mic_seconds, speaker_seconds
 from engine.config import EngineConfig, ModelConfig, SpeechConfig
 from engine.conversation import Conversation
@@ -25,7 +24,7 @@ from engine.metrics import Metrics
 from engine.models import hf
 from engine.models.sampling import Sampler, SamplingParams
 from engine.reply import Reply, ReplyLimits, Sound
-from engine.stages import Speech, Stages, build_stages
+from engine.stages import NUM_TALKER_SPECIALS, Speech, Stages, build_stages
 from engine.threads import use_threads
 from engine.user_turn import TurnPolicy, UserTurn
 
@@ -121,12 +120,12 @@ def run_bench(
 ) -> BenchReport:
     """Measure with the spoken `question` and a reply that is made to last `reply_s` seconds."""
     use_threads(threads)
-    folder = (
-        bundled_checkpoint(on_progress)
-        if model.name_or_path is None
-        else find_checkpoint(model.name_or_path, allow_hub=model.allow_hub)
+    loaded = load_model(
+        locate(model, on_progress),
+        device=model.device,
+        dtype=model.dtype,
+        on_progress=on_progress,
     )
-    loaded = load_model(folder, device=model.device, dtype=model.dtype, on_progress=on_progress)
     samples = read_audio(question).samples
     num_tokens, num_frames = max(2, round(reply_s * TEXT_TOKENS_PER_S)), round(reply_s * FRAMES_PER_S)
     limits = ReplyLimits(num_tokens, num_frames, SpeechConfig().decode_frames)
@@ -302,7 +301,7 @@ class _Bench:
                     talker_temperature=None,
                     talker_top_k=None,
                     talker_top_p=None,
-                    talker_suppress_tokens=list(range(vocabulary - 1024, vocabulary)),
+                    talker_suppress_tokens=list(range(vocabulary - NUM_TALKER_SPECIALS, vocabulary)),
                 )
         finally:
             del model.talker.generate
@@ -358,7 +357,7 @@ def _endless(stages: Stages) -> Stages:
     assert stages.speech is not None, "the benchmark needs a model that speaks"
     talker = stages.speech.talker
     generator = torch.Generator(stages.thinker.device)
-    specials = tuple(range(talker.vocabulary - 1024, talker.vocabulary))
+    specials = tuple(range(talker.vocabulary - NUM_TALKER_SPECIALS, talker.vocabulary))
     codes = SamplingParams(do_sample=False, repetition_penalty=1.05, suppressed=specials)
     text = SamplingParams(do_sample=False, suppressed=(stages.scribe.end_of_reply,))
     speech = replace(stages.speech, talker_sampler=Sampler(codes, talker.vocabulary, generator))

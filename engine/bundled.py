@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from engine.checkpoint import find_checkpoint
+from engine.config import ModelConfig
+
 BUNDLED: Final = Path(__file__).resolve().parent.parent / "assets" / "models" / "mini"
 STAND_IN_NAME: Final = "untrained-1"  # the number changes when the builder does
 
@@ -24,6 +27,13 @@ def bundled_checkpoint(on_progress: Callable[[float, str], None]) -> Path:
         on_progress(0.0, "building an untrained stand-in model")
         _build(folder)
     return folder
+
+
+def locate(model: ModelConfig, on_progress: Callable[[float, str], None]) -> Path:
+    """The folder of the checkpoint that `model` names; the bundled one where it names none."""
+    if model.name_or_path is None:
+        return bundled_checkpoint(on_progress)
+    return find_checkpoint(model.name_or_path, allow_hub=model.allow_hub)
 
 
 def has_trained_model() -> bool:

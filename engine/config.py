@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+# What the audio tower was trained with; a window is a whole number of 1 s chunks.
 WINDOWS_MS = (1000, 2000, 4000, 8000)
 MAX_FPS = 30
 MIN_CONTEXT = 128
@@ -13,6 +14,13 @@ DEFAULT_PROMPT = "You are Parley, a friendly voice assistant. You hear and see t
 
 class SettingError(ValueError):
     """A setting that this model or this machine cannot take; its text names the value and the remedy."""
+
+
+def _require_counts(settings: object, *names: str) -> None:
+    """Raise ValueError where one of the fields `names` is below 1."""
+    for name in names:
+        if getattr(settings, name) < 1:
+            raise ValueError(f"{name} is {getattr(settings, name)}; it must be at least 1")
 
 
 class Bypass(Enum):
@@ -50,9 +58,7 @@ class SpeechConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be from 0 to 2**63 - 1")
-        for name in ("max_text_tokens", "max_frames", "decode_frames", "max_ahead_ms"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        _require_counts(self, "max_text_tokens", "max_frames", "decode_frames", "max_ahead_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +83,7 @@ class InputConfig:
             raise ValueError(f"video_fps is {self.video_fps}; it must be above 0 and at most {MAX_FPS}")
         if self.max_tokens < MIN_CONTEXT:
             raise ValueError(f"max_tokens is {self.max_tokens}; a conversation needs at least {MIN_CONTEXT}")
-        for name in ("provisional_chunks", "stride_chunks", "prefill_rows", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        _require_counts(self, "provisional_chunks", "stride_chunks", "prefill_rows", "max_tokens")
 
 
 @dataclass(frozen=True, slots=True)

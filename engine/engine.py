@@ -171,15 +171,11 @@ class Engine:
 
     def _load_model(self, on_progress: Callable[[float, str], None]) -> "LoadedModel":
         on_progress(0.0, "Starting the engine")
-        from engine.bundled import bundled_checkpoint
-        from engine.checkpoint import find_checkpoint
+        from engine.bundled import locate
         from engine.loader import load_model
 
         model = self._config.model
-        if model.name_or_path is None:
-            folder = bundled_checkpoint(on_progress)
-        else:
-            folder = find_checkpoint(model.name_or_path, allow_hub=model.allow_hub)
+        folder = locate(model, on_progress)
         return load_model(folder, device=model.device, dtype=model.dtype, on_progress=on_progress)
 
     def _report_progress(self, fraction: float, what: str) -> None:

@@ -53,7 +53,6 @@ class Listener:
         )
         self._num_turns = 0
         self._open: _Open | None = None
-        self._is_skipping = False  # the rest of a message that was dropped
 
     @property
     def is_open(self) -> bool:
@@ -66,35 +65,31 @@ class Listener:
             return self._take(step, now_s, is_late)
         except (ContextFullError, MediaError) as error:
             self.drop(str(error))
-            self._is_skipping = not step.ends_turn
-            return None
+            return None  # steps of the rest of the message find none open, and are passed over
 
     def forget(self) -> None:
         """Drop the message under way without a word."""
         if self._open is not None:
             self._conversation.rollback(self._open.mark)
             self._open = None
-        self._is_skipping = False
 
     def drop(self, reason: str) -> None:
         """Give the message under way up, and say why."""
         if self._open is None:
             return
-        self._conversation.rollback(self._open.mark)
-        self._emit(events.UserTurnDropped(self._open.number, reason))
-        self._open = None
+        number = self._open.number
+        self.forget()
+        self._emit(events.UserTurnDropped(number, reason))
 
     def _take(self, step: StepInput, now_s: float, is_late: bool) -> HeardTurn | None:
         if step.opening is not None:
             self._begin(step.opening, now_s)
         if self._open is None:
-            self._is_skipping = self._is_skipping and not step.ends_turn
             return None
         self._add(step, self._open, is_late)
         return self._end(step, self._open) if step.ends_turn else None
 
     def _begin(self, opening: TurnOpening, now_s: float) -> None:
-        self._is_skipping = False
         self._num_turns += 1
         self._conversation.eager_talker = self._is_spoken(opening)
         mark = self._conversation.mark()

@@ -16,6 +16,7 @@ from engine.reply import Reply, ReplyLimits, Sound
 from engine.stages import Stages, build_stages
 from engine.timeline import Role
 from engine.user_turn import TurnMedia, TurnPolicy, UserTurn, picture_message
+from tests.offline import Offline, generate
 
 LIMITS = ReplyLimits(max_text_tokens=12, max_frames=10, decode_frames=4)
 PROMPT = "You are a helpful voice assistant."
@@ -109,6 +110,21 @@ class Driver:
                 after_part()
         prompt = np.array(self.conversation.timeline.token_ids[: self.conversation.reply_start])
         return Made(prompt, list(reply.token_ids), reply.codes(), np.concatenate(samples), reply)
+
+
+def offline(loaded: LoadedModel, driver: Driver, made: Made) -> Offline:
+    """What stock transformers makes of the prompt of `made`."""
+    return generate(
+        loaded.model,
+        made.prompt,
+        audios=driver.audios,
+        pictures=driver.pictures,
+        seconds_per_grid=driver.stages.seconds_per_grid,
+        use_audio_in_video=driver.has_audio_in_video,
+        window_ms=driver.stages.window_ms,
+        max_tokens=driver.limits.max_text_tokens,
+        max_frames=driver.limits.max_frames,
+    )
 
 
 def noise(seconds: float, seed: int = 0, level: float = 0.1) -> np.ndarray:

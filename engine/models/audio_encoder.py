@@ -8,18 +8,16 @@ takes back the windows it changes.
 """
 
 from dataclasses import dataclass, field
-from typing import Final, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engine.config import WINDOWS_MS
 from engine.models.hf import audio_token_count
 from engine.models.log_mel import Floor, LogMel, LogMelState, normalize
 from engine.models.streaming import StreamState
-
-# What the tower was trained with; a window is a whole number of 1 s chunks.
-WINDOWS_MS: Final = (1000, 2000, 4000, 8000)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,8 +12,8 @@ import torch
 from engine.models import hf, host_step
 from engine.reply import EndReason, ReplyLimits, TextToken
 from engine.user_turn import TurnPolicy, UserTurn
-from tests.harness import LIMITS, Driver, Made, load, noise, picture, stages_of
-from tests.offline import Offline, generate
+from tests.harness import LIMITS, Driver, Made, load, noise, offline, picture, stages_of
+from tests.offline import Offline
 
 TOLERANCE = 1e-6  # of samples that both sides hand out in float32
 
@@ -26,20 +26,6 @@ def loaded(tiny_folder):
 @pytest.fixture(scope="module")
 def stages(loaded):
     return stages_of(loaded)
-
-
-def offline(loaded, driver: Driver, made: Made, limits: ReplyLimits = LIMITS) -> Offline:
-    return generate(
-        loaded.model,
-        made.prompt,
-        audios=driver.audios,
-        pictures=driver.pictures,
-        seconds_per_grid=driver.stages.seconds_per_grid,
-        use_audio_in_video=driver.has_audio_in_video,
-        window_ms=driver.stages.window_ms,
-        max_tokens=limits.max_text_tokens,
-        max_frames=limits.max_frames,
-    )
 
 
 def assert_equal(made: Made, expected: Offline) -> None:

@@ -7,8 +7,7 @@ import pytest
 
 from engine.reply import ReplyLimits
 from engine.user_turn import TurnPolicy
-from tests.harness import Driver, load, noise, picture, stages_of
-from tests.offline import generate
+from tests.harness import Driver, load, noise, offline, picture, stages_of
 
 WINDOWS_MS = (1000, 2000, 4000, 8000)
 SECONDS = (1.0, 1.3, 2.0, 2.7, 4.1, 8.0, 9.2)
@@ -54,17 +53,7 @@ def test_a_random_conversation_equals_stock(loaded, stages, seed):
     for turn in range(chance.choice((2, 3, 4))):
         is_spoken = add_turn(driver, chance, 100 * seed + turn)
         made = driver.reply(is_spoken=is_spoken)
-        expected = generate(
-            loaded.model,
-            made.prompt,
-            audios=driver.audios,
-            pictures=driver.pictures,
-            seconds_per_grid=driver.stages.seconds_per_grid,
-            use_audio_in_video=driver.has_audio_in_video,
-            window_ms=window_ms,
-            max_tokens=limits.max_text_tokens,
-            max_frames=limits.max_frames,
-        )
+        expected = offline(loaded, driver, made)
         assert made.text_ids == expected.text_ids[: len(made.text_ids)], f"turn {turn}"
         if is_spoken:
             np.testing.assert_array_equal(made.codes, expected.codes, err_msg=f"turn {turn}")
